@@ -1,4 +1,4 @@
-"""What a caller may hand in as points, weights, labels or mask, turned into tensors without rounding and without surprises.
+"""What a caller may hand in as points, weights, labels or mask, turned into tensors without rounding or surprises.
 
 Nothing is wrapped, clamped or reinterpreted: unsigned and signed integers are promoted before any subtraction can wrap
 round (and to float64 where float32 could not hold them), big-endian arrays are byte-swapped, and what has no place on a
@@ -36,7 +36,7 @@ def _promote_integers(tensor: Tensor, name: str) -> tuple[Tensor, list[str]]:
     exact = tensor.dtype == torch.bool or tensor.numel() == 0
     if not exact:
         wide = tensor.to(torch.float64) if tensor.dtype == torch.uint64 else tensor.to(torch.int64)
-        exact = -_FLOAT32_EXACT <= int(wide.min()) and int(wide.max()) <= _FLOAT32_EXACT
+        exact = max(abs(int(wide.min())), abs(int(wide.max()))) <= _FLOAT32_EXACT
     dtype = torch.float32 if exact else torch.float64
     kind = str(tensor.dtype).removeprefix("torch.")
     return tensor.to(dtype), [f"{name}: {kind} promoted to {str(dtype).removeprefix('torch.')}"]
@@ -53,7 +53,7 @@ def to_tensor(value: Any, name: str) -> Tensor:
     if isinstance(value, (list, tuple)) and value and all(isinstance(v, (Tensor, np.ndarray)) for v in value):
         return _stack([to_tensor(v, name) for v in value], name)
     if isinstance(value, (str, bytes, dict, set)) or not isinstance(value, (Sequence, int, float, np.generic)):
-        raise TypeError(f"{name}: expected a tensor, a numpy array or nested lists of numbers, got {type(value).__name__}")
+        raise TypeError(f"{name}: expected a tensor, an array or nested lists of numbers, got {type(value).__name__}")
     try:
         return torch.tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -115,7 +115,7 @@ def as_labels(labels: Any, name: str = "labels") -> tuple[Tensor, tuple[Label, .
     if values.dtype.kind == "f" and np.isfinite(values).all() and (values == np.round(values)).all():
         values = values.astype(np.int64)
     if values.dtype.kind not in "iubU":
-        raise TypeError(f"{name}: expected integers or strings, got dtype {values.dtype} (missing values have no label)")
+        raise TypeError(f"{name}: expected integers or strings, got {values.dtype} (is a label missing?)")
     names, codes = np.unique(values, return_inverse=True)
     return torch.from_numpy(codes.reshape(values.shape).astype(np.int64)), tuple(names.tolist())
 
@@ -141,3 +141,13 @@ def as_weights(weights: Any, shape: tuple[int, ...], points: Tensor, name: str =
         raise ValueError(f"{name}: expected shape {shape}, one weight a point, got {tuple(tensor.shape)}")
     dtype = torch.promote_types(torch.promote_types(tensor.dtype, points.dtype), torch.float32)
     return tensor.to(device=points.device, dtype=dtype)
+
+
+def as_index(values: Any, shape: tuple[int, ...], device: torch.device, name: str) -> Tensor:
+    """Integers, one a point, as int64."""
+    tensor = to_tensor(values, name)
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{name}: expected shape {shape}, one a point, got {tuple(tensor.shape)}")
+    if tensor.is_floating_point() or tensor.is_complex():
+        raise TypeError(f"{name}: expected integers, got {tensor.dtype}")
+    return tensor.to(device=device, dtype=torch.int64)

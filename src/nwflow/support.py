@@ -15,7 +15,6 @@ One set has points ``(m, *event)``; tasks have ``(T, m, *event)`` with a boolean
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -24,9 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nwflow._convert import FLOATS, Label, as_labels, as_mask, as_points, as_weights, to_tensor
-
-_BLOCK = 1 << 23  # elements looked at together: bounds the memory of validation whatever the size of the support
+from nwflow._convert import FLOATS, Label, as_index, as_labels, as_mask, as_points, as_weights, to_tensor
+from nwflow._pointset import bad_rows, first_equal, known, norms, prior, scale
 
 
 @dataclass(frozen=True)
@@ -118,7 +116,7 @@ class Support:
         if tensor.ndim == 0:
             raise ValueError("points: expected shape (m, *event), got a scalar")
         if isinstance(mask, (Tensor, list, tuple)) and to_tensor(mask, "mask").ndim == 2:
-            raise ValueError("mask: expected shape (m,) for one set; tasks are made by Support.batch(points, mask=mask)")
+            raise ValueError("mask: expected shape (m,) for one set; tasks are made by Support.batch(points, mask=...)")
         self._build(tensor, weights, labels, mask, rows, notes=notes, drop_nonfinite=drop_nonfinite)
 
     @classmethod
@@ -179,32 +177,38 @@ class Support:
             raise ValueError(f"points: expected a non-empty event, got shape {tuple(points.shape)}")
         mask = None if mask is None else as_mask(mask, shape, device)
         raw = None if weights is None else as_weights(weights, shape, points)
-        if labels is not None and label_names is None:
-            labels, label_names = as_labels(labels)
-        labels = _as_index(labels, shape, device, "labels")
-        rows = torch.arange(shape[-1]).expand(shape) if rows is None else rows
-        rows = _as_index(rows, shape, device, "rows")
-        assert rows is not None
-        bad = _bad_rows(points, mask, lead, drop_nonfinite)
+        if labels is not None:
+            labels, label_names = as_labels(labels) if label_names is None else (labels, label_names)
+            labels = as_index(labels, shape, device, "labels")
+        rows = as_index(torch.arange(shape[-1]).expand(shape) if rows is None else rows, shape, device, "rows")
+        bad = bad_rows(points, mask, lead, drop_nonfinite)
         if bad is not None:
             n_dropped += int(bad.sum())
-            if lead == 1:
+            if lead == 2:
+                assert mask is not None
+                mask = mask & ~bad
+            else:
                 keep = (~bad).nonzero().squeeze(1)
                 points, rows = points[keep], rows[keep]
                 raw, labels, mask = (None if v is None else v[keep] for v in (raw, labels, mask))
-                shape = tuple(points.shape[:1])
-            else:
-                mask = ~bad if mask is None else mask & ~bad
+        fewer = f" ({n_dropped} rows with NaN or infinity dropped)" if n_dropped else ""
+        if points.shape[0] == 0:
+            raise ValueError(f"points: no references{fewer}")
         if mask is not None:
             points = torch.where(mask.reshape(mask.shape + (1,) * (points.ndim - lead)), points, 0)
-        self.points, self.mask, self.rows = points, mask, rows
-        self.labels, self.label_names = labels, label_names
+        self.points, self.mask, self.rows, self.labels, self.label_names = points, mask, rows, labels, label_names
         self.is_batch, self.n_dropped, self.notes = lead == 2, n_dropped, tuple(notes)
-        self.is_uniform = raw is None
         self._raw = raw
-        self.valid, self.weights, self.log_weights = _prior(raw, mask, shape, points, n_dropped)
+        real = torch.ones_like(rows, dtype=torch.bool) if mask is None else mask
+        ones = torch.ones_like(rows, dtype=torch.promote_types(points.dtype, torch.float32))
+        self.valid, self.weights, self.log_weights = prior(ones if raw is None else raw, real, fewer)
 
     # -- shape ------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_uniform(self) -> bool:
+        """True where no weights were given."""
+        return self._raw is None
 
     @property
     def event_shape(self) -> tuple[int, ...]:
@@ -257,10 +261,9 @@ class Support:
     def first_equal(self) -> Tensor:
         """``(m,)`` or ``(T, m)``, long: slot of the first real point of the same set that equals this one."""
         points = self.points.detach()
-        if not self.is_batch:
-            return _first_equal(points, self.mask)
-        assert self.mask is not None
-        return torch.stack([_first_equal(p, k) for p, k in zip(points, self.mask, strict=True)])
+        if not self.is_batch or self.mask is None:
+            return first_equal(points, self.mask)
+        return torch.stack([first_equal(p, k) for p, k in zip(points, self.mask, strict=True)])
 
     @property
     def duplicates(self) -> int:
@@ -275,16 +278,14 @@ class Support:
     @cached_property
     def data_scale(self) -> Tensor:
         """sqrt(tr Cov / d) under the prior, float64 where the device has it; 0-d for one set, ``(T,)`` for tasks."""
-        return _moments(self)[0]
+        if not self.is_batch:
+            return scale(self.points, self.weights)
+        return torch.stack([scale(p, w) for p, w in zip(self.points, self.weights, strict=True)])
 
     def describe(self) -> SupportSummary:
         """Counts and scales of the support, as a record that goes to JSON and back."""
-        scale, norm, constant = _moments(self)
-        names, counts = self.label_names, None
-        if self.labels is not None and names is not None:
-            real = self.labels if self.mask is None else self.labels[self.mask]
-            tally = Counter(real.flatten().tolist())
-            counts = {str(name): tally[code] for code, name in enumerate(names) if tally[code]}
+        real = self.points.detach() if self.mask is None else self.points.detach()[self.mask]
+        constant = real.amin(0) == real.amax(0)
         return SupportSummary(
             n=sum(self.sizes),
             d=self.d,
@@ -295,28 +296,28 @@ class Support:
             n_dropped=self.n_dropped,
             duplicates=self.duplicates,
             unique=self.unique,
-            constant_columns=constant,
-            data_scale=float(scale.square().mean().sqrt()),
-            mean_norm=norm,
-            labels=counts,
+            constant_columns=int(constant.sum()),
+            data_scale=float(self.data_scale.square().mean().sqrt()),
+            mean_norm=float(norms(real).mean()),
+            labels=self._label_counts(),
             notes=self.notes,
         )
 
+    def _label_counts(self) -> dict[str, int] | None:
+        if self.labels is None or self.label_names is None:
+            return None
+        real = self.labels if self.mask is None else self.labels[self.mask]
+        counts = torch.bincount(real.flatten(), minlength=len(self.label_names)).tolist()
+        return {str(name): n for name, n in zip(self.label_names, counts, strict=True) if n}
+
     def __repr__(self) -> str:
-        sizes = self.sizes
-        low, high = min(sizes), max(sizes)
+        low, high = min(self.sizes), max(self.sizes)
         count = f"{low}" if low == high else f"{low}-{high}"
-        parts = [f"{self.n_tasks} tasks of {count} points" if self.is_batch else f"{count} points"]
-        parts[0] += f" of {self.event_shape}"
-        parts.append(_name(self.dtype))
-        if self.device.type != "cpu":
-            parts.append(str(self.device))
-        if not self.is_uniform:
-            parts.append("weighted")
-        if self.label_names is not None:
-            parts.append(f"{len(self.label_names)} labels")
-        if self.n_dropped:
-            parts.append(f"{self.n_dropped} dropped")
+        tasks = f"{self.n_tasks} tasks of " if self.is_batch else ""
+        parts = [f"{tasks}{count} points of {self.event_shape}", _name(self.dtype)]
+        parts += [str(self.device)] * (self.device.type != "cpu") + ["weighted"] * (not self.is_uniform)
+        parts += [] if self.label_names is None else [f"{len(self.label_names)} labels"]
+        parts += [f"{self.n_dropped} dropped"] * (self.n_dropped > 0)
         return f"Support({', '.join(parts)})"
 
     # -- change -----------------------------------------------------------------------------------------------------
@@ -332,6 +333,9 @@ class Support:
         if dtype is not None and dtype not in FLOATS:
             raise TypeError(f"dtype: expected one of float16, bfloat16, float32, float64, got {dtype}")
         points = self.points.to(device=device, dtype=dtype)
+        if dtype is not None and known(~torch.isfinite(points).all()):
+            largest = float(self.points.detach().abs().amax())
+            raise ValueError(f"dtype: points up to {largest:g} overflow in {_name(dtype)}")
         raw = self._raw
         if raw is not None and dtype is not None:
             raw = raw.to(torch.promote_types(dtype, torch.float32))
@@ -367,20 +371,23 @@ class Support:
         """
         if self.labels is None or self.label_names is None:
             raise ValueError("given: this support has no labels")
-        wanted = [labels] if isinstance(labels, (str, int)) else list(getattr(labels, "tolist", lambda: labels)())
+        labels = labels.tolist() if hasattr(labels, "tolist") else labels
+        wanted = [labels] if isinstance(labels, (str, int)) else list(labels)
         unknown = [w for w in wanted if w not in self.label_names]
         if unknown or not wanted:
-            known = ", ".join(map(repr, self.label_names[:20])) + (", ..." if len(self.label_names) > 20 else "")
-            raise ValueError(f"labels: unknown {', '.join(map(repr, unknown)) or '(none given)'}; this support has {known}")
+            have = ", ".join(map(repr, self.label_names[:20])) + (", ..." if len(self.label_names) > 20 else "")
+            what = f"unknown {', '.join(map(repr, unknown))}" if unknown else "expected at least one"
+            raise ValueError(f"labels: {what}; this support has {have}")
         codes = torch.tensor([self.label_names.index(w) for w in wanted], device=self.device)
-        chosen = torch.isin(self.labels, codes)
+        chosen = torch.isin(self.labels, codes) if self.mask is None else torch.isin(self.labels, codes) & self.mask
+        if not bool((left := chosen.any(-1)).all()):
+            where = f"task {int((~left).nonzero()[0])}" if self.is_batch else "this support"
+            raise ValueError(f"labels: {where} has no point labelled {' or '.join(map(repr, wanted))}")
         if not self.is_batch:
-            return self.select(chosen if self.mask is None else chosen & self.mask)
-        return self._copy(self.points, self._raw, self.labels, self.mask & chosen, self.rows)
+            return self.select(chosen)
+        return self._copy(self.points, self._raw, self.labels, chosen, self.rows)
 
-    def _copy(
-        self, points: Tensor, raw: Any, labels: Any, mask: Any, rows: Tensor, lead: int | None = None
-    ) -> Support:
+    def _copy(self, points: Tensor, raw: Any, labels: Any, mask: Any, rows: Tensor, lead: int | None = None) -> Support:
         new = Support.__new__(Support)
         lead = lead or (2 if self.is_batch else 1)
         new._build(
@@ -392,80 +399,6 @@ class Support:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _as_index(values: Any, shape: tuple[int, ...], device: torch.device, name: str) -> Tensor | None:
-    if values is None:
-        return None
-    tensor = to_tensor(values, name)
-    if tuple(tensor.shape) != shape:
-        raise ValueError(f"{name}: expected shape {shape}, one a point, got {tuple(tensor.shape)}")
-    if tensor.is_floating_point() or tensor.is_complex():
-        raise TypeError(f"{name}: expected integers, got {tensor.dtype}")
-    return tensor.to(device=device, dtype=torch.int64)
-
-
-def _known(flag: Tensor) -> bool:
-    """The truth of a 0-d tensor; False under vmap, where it has no single value."""
-    try:
-        return bool(flag)
-    except RuntimeError as error:
-        if "vmap" in str(error):
-            return False
-        raise
-
-
-def _bad_rows(points: Tensor, mask: Tensor | None, lead: int, drop: bool) -> Tensor | None:
-    """Real rows with NaN or infinity as a boolean tensor, None when there are none; raises unless ``drop``."""
-    rows = points.detach().flatten(0, lead - 1).reshape(points.shape[:lead].numel(), -1)
-    block = max(1, _BLOCK // rows.shape[1])
-    bad = torch.cat([~torch.isfinite(part).all(1) for part in rows.split(block)]).reshape(points.shape[:lead])
-    bad = bad if mask is None else bad & mask
-    if not _known(bad.any()):
-        return None
-    if not drop:
-        where = bad.nonzero()
-        first = where[0].tolist()
-        place = f"index {first[0]}" if lead == 1 else f"index {first[1]} of task {first[0]}"
-        rows_ = "row" if len(where) == 1 else "rows"
-        raise ValueError(
-            f"points: {len(where)} bad {rows_} (NaN or infinity), first at {place}; drop_nonfinite=True drops such rows"
-        )
-    return bad
-
-
-def _prior(
-    raw: Tensor | None, mask: Tensor | None, shape: tuple[int, ...], points: Tensor, n_dropped: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Which points have mass, the normalised weights, and their logarithms; gradients of the rest are exactly 0."""
-    dropped = f" ({n_dropped} rows with NaN or infinity dropped)" if n_dropped else ""
-    if shape[0] == 0:
-        raise ValueError(f"points: no references{dropped}")
-    dtype = torch.promote_types(points.dtype, torch.float32)
-    real = torch.ones(shape, dtype=torch.bool, device=points.device) if mask is None else mask
-    values = torch.ones(shape, dtype=dtype, device=points.device) if raw is None else raw
-    if _known((real & ~torch.isfinite(values)).any()):
-        raise ValueError("weights: expected finite numbers, got NaN or infinity")
-    if _known((real & (values < 0)).any()):
-        raise ValueError(f"weights: expected non-negative numbers, got {float(values[real].min()):g}")
-    valid = real & (values > 0)
-    _refuse_empty(valid, real, dropped)
-    inside = torch.where(valid, values, 1)  # the inner where of two: log never sees a zero, so no NaN in its gradient
-    logs = torch.where(valid, inside.log(), -torch.inf)
-    log_weights = torch.where(valid, inside.log() - torch.logsumexp(logs, -1, keepdim=True), -torch.inf)
-    scaled = torch.where(valid, values, 0) / torch.where(valid, values, 0).detach().amax(-1, keepdim=True)
-    return valid, scaled / scaled.sum(-1, keepdim=True), log_weights
-
-
-def _refuse_empty(valid: Tensor, real: Tensor, dropped: str) -> None:
-    empty = ~valid.any(-1)
-    if not _known(empty.any()):
-        return
-    if valid.ndim == 1:
-        raise ValueError(f"points: no references, {'every weight is 0' if bool(real.any()) else 'every point is masked'}")
-    i = int(empty.nonzero()[0])
-    why = "every weight is 0" if bool(real[i].any()) else "every point is masked"
-    raise ValueError(f"points: no references in task {i} (batch index {i}): {why}{dropped}")
 
 
 def _task(i: int, value: Any, drop_nonfinite: bool) -> Support:
@@ -487,7 +420,7 @@ def _pad(sets: list[Support]) -> Support:
         raise ValueError(f"sets: expected one event shape for all tasks, got {', '.join(map(str, sorted(shapes)))}")
     labelled = [s.labels is not None for s in sets]
     if any(labelled) != all(labelled):
-        raise ValueError(f"sets: expected labels in all tasks or in none, missing at batch index {labelled.index(False)}")
+        raise ValueError(f"sets: expected labels in all tasks or in none, task {labelled.index(False)} has none")
     dtype = sets[0].dtype
     for s in sets:
         dtype = torch.promote_types(dtype, s.dtype)
@@ -514,61 +447,7 @@ def _merged_names(sets: list[Support]) -> tuple[Label, ...]:
 
 
 def _recode(s: Support, names: tuple[Label, ...]) -> Tensor:
-    assert s.labels is not None and s.label_names is not None
+    assert s.labels is not None
+    assert s.label_names is not None
     table = torch.tensor([names.index(n) for n in s.label_names], device=s.device)
     return table[s.labels]
-
-
-def _first_equal(points: Tensor, mask: Tensor | None) -> Tensor:
-    """Index of the first real row that equals each row: rows with equal 64-bit hashes are compared exactly."""
-    m = points.shape[0]
-    index = torch.arange(m, device=points.device)
-    rows = points.reshape(m, -1)
-    keys = _hashes(rows)
-    if mask is not None:
-        keys = torch.where(mask, keys, index)  # a hash that meets an index is told apart by the comparison below
-    order = torch.argsort(keys, stable=True)
-    new_run = torch.ones(m, dtype=torch.bool, device=points.device)
-    new_run[1:] = keys[order][1:] != keys[order][:-1]
-    first = torch.empty_like(index)
-    first[order] = order[new_run][new_run.cumsum(0) - 1]
-    check = (first != index).nonzero().squeeze(1)
-    for part in check.split(max(1, _BLOCK // rows.shape[1])):
-        same = (rows[part] == rows[first[part]]).all(1)
-        if mask is not None:
-            same &= mask[part] & mask[first[part]]
-        for i in part[~same].tolist():  # a collision of hashes: look at every earlier row of the run
-            run = [j for j in range(i) if keys[j] == keys[i] and (mask is None or bool(mask[j] & mask[i]))]
-            first[i] = next((j for j in run if bool((rows[j] == rows[i]).all())), i)
-    return first
-
-
-def _hashes(rows: Tensor) -> Tensor:
-    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[rows.element_size()]
-    generator = torch.Generator().manual_seed(0)
-    factors = torch.randint(-(2**62), 2**62, (rows.shape[1],), generator=generator).to(rows.device) * 2 + 1
-    blocks = rows.split(max(1, _BLOCK // rows.shape[1]))
-    return torch.cat([((b + 0.0).view(bits).to(torch.int64) * factors).sum(1) for b in blocks])
-
-
-def _moments(support: Support) -> tuple[Tensor, float, int]:
-    """Data scale of each set, mean norm of all real points, number of constant columns; float64, block by block."""
-    wide = torch.float32 if support.device.type == "mps" else torch.float64
-    scales, norms, lows, highs = [], [], [], []
-    for i in range(support.n_tasks or 1):
-        points, weights, mask = support.points.detach(), support.weights.detach(), support.mask
-        if support.is_batch:
-            points, weights, mask = points[i], weights[i], None if mask is None else mask[i]
-        if mask is not None:
-            points, weights = points[mask], weights[mask]
-        rows = points.reshape(points.shape[0], -1)
-        size = max(1, _BLOCK // rows.shape[1])
-        parts = list(zip(rows.split(size), weights.to(wide).split(size), strict=True))
-        mean = torch.stack([w @ r.to(wide) for r, w in parts]).sum(0)
-        spread = torch.stack([w @ (r.to(wide) - mean).square() for r, w in parts]).sum()
-        scales.append((spread / rows.shape[1]).sqrt())
-        norms += [torch.linalg.vector_norm(r.to(wide), dim=1) for r, _ in parts]
-        lows.append(rows.amin(0))
-        highs.append(rows.amax(0))
-    constant = int((torch.stack(lows).amin(0) == torch.stack(highs).amax(0)).sum())
-    return (torch.stack(scales) if support.is_batch else scales[0]), float(torch.cat(norms).mean()), constant
