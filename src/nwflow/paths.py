@@ -61,6 +61,8 @@ def working_dtype(device: torch.device | str) -> torch.dtype:
 
 def is_vmapped(value: Tensor) -> bool:
     """True under ``torch.func.vmap`` over ``value``: its numbers cannot be read, so checks on them are skipped."""
+    if torch.compiler.is_compiling():
+        return False  # reading a number breaks the graph, and what is left of it runs eagerly, where vmap shows
     functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
     while functorch.is_functorch_wrapped_tensor(value):
         if functorch.is_batchedtensor(value):
@@ -81,7 +83,7 @@ def _as_tensor(value: float | Tensor, name: str) -> Tensor:
 
 
 def _as_time(t: float | Tensor) -> Tensor:
-    time = _as_tensor(t, "t")
+    time = _as_tensor(t, "t") + 0.0  # -0.0 becomes 0.0, so that h is inf and not -inf there; never the caller's tensor
     if not is_vmapped(time):
         inside = (time >= 0) & (time <= 1)  # False for NaN
         if not inside.all():
@@ -388,8 +390,8 @@ class DiscretePath(Path):
         if self.kind == "flow_sigmas":
             return CondOT()._schedule(t)
         k = (1 - t) * self.last_timestep
-        cubic = torch.from_numpy(self._cubics).to(t)[k.detach().floor().long().clamp(max=len(self.table) - 2)]
-        log_h, slope = _evaluate(cubic, k - k.detach().floor().clamp(max=len(self.table) - 2))
+        left = k.detach().floor().clamp(max=len(self.table) - 2)
+        log_h, slope = _evaluate(_rows(torch.from_numpy(self._cubics).to(t), left.long()), k - left)
         d_log_h = -self.last_timestep * slope
         alpha, sigma = torch.sigmoid(-2 * log_h).sqrt(), torch.sigmoid(2 * log_h).sqrt()
         return Schedule(alpha, sigma, -alpha * sigma.square() * d_log_h, sigma * alpha.square() * d_log_h)
@@ -400,10 +402,11 @@ class DiscretePath(Path):
         cubics, target = torch.from_numpy(self._cubics).to(h), h.log()
         index = torch.searchsorted(cubics[:, 0].contiguous(), target.detach(), right=True) - 1
         index = index.clamp(0, len(cubics) - 1)
-        cubic = cubics[index]
+        cubic = _rows(cubics, index)
         f = _solve_cubic(cubic, target.detach())
-        value, slope = _evaluate(cubic, f)
-        f = f + (target - value) / slope  # one more Newton step carries the derivative
+        for _ in range(2):  # these Newton steps carry the first and second derivative in h
+            value, slope = _evaluate(cubic, f)
+            f = f + (target - value) / slope
         return 1 - (index + f) / self.last_timestep
 
 
@@ -456,6 +459,10 @@ def _monotone_cubics(y: np.ndarray) -> np.ndarray:
         slope = np.concatenate([[first], inner, [last]])
     left, right = slope[:-1], slope[1:]
     return np.stack([y[:-1], left, 3 * secant - 2 * left - right, left + right - 2 * secant], axis=-1)
+
+
+def _rows(cubics: Tensor, index: Tensor) -> Tensor:
+    return cubics.index_select(0, index.reshape(-1)).reshape((*index.shape, 4))  # cubics[index] fails in grad in vmap
 
 
 def _evaluate(cubic: Tensor, f: Tensor) -> tuple[Tensor, Tensor]:
@@ -534,8 +541,8 @@ def convert(
     if source == target:
         return value
     _refuse_singular(schedule, source, target)
-    work = schedule.alpha.dtype
-    value, at, wide = value.to(work), schedule, x.to(work)
+    at, work = schedule, working_dtype(x.device)
+    value, wide = value.to(work), x.to(work)
     if target == "denoiser":
         result = _denoiser(value, wide, at, source)
     elif target == "noise":
