@@ -15,8 +15,8 @@ With D = E[X_1 | X_t = x], every conversion follows from x = alpha D + sigma eps
 
     velocity u = alpha' D + sigma' eps       noise eps = (x - alpha D) / sigma       score = -eps / sigma
 
-References: Lipman et al. 2023 (arXiv 2210.02747), Song et al. 2021 (arXiv 2011.13456), Nichol & Dhariwal 2021
-(arXiv 2102.09672), Fritsch & Carlson 1980 (monotone cubic interpolation).
+References: Lipman et al. 2023 (arXiv 2210.02747), Song et al. 2021 (arXiv 2011.13456), Albergo & Vanden-Eijnden
+2023 (arXiv 2209.15571; the trigonometric path), Fritsch & Butland 1984 (monotone cubic interpolation).
 """
 
 import math
@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from numbers import Real
-from typing import Any, Literal, TypeAlias, final, get_args, overload
+from typing import Any, Literal, TypeAlias, TypeVar, final, get_args, overload
 
 import numpy as np
 import torch
@@ -51,6 +51,7 @@ __all__ = [
     "working_dtype",
 ]
 
+_Number = TypeVar("_Number", float, Tensor)
 Prediction: TypeAlias = Literal["denoiser", "noise", "score", "velocity"]
 
 
@@ -171,7 +172,8 @@ class Path(ABC):
         """The time at which sigma / alpha = ``bandwidth``: a float for a float, a float64 tensor for a tensor.
 
         Correct to the spacing of float64 times. Near t = 1 that spacing (1.1e-16) is coarser than relative rounding
-        of h wherever h falls to 0: CondOT() at h = 1e-6 comes back within 1e-10 of h, because no float64 t is nearer.
+        of h wherever h falls to 0: at h = 1e-6 no float64 t is nearer to h than 1e-10 relative for CondOT() and 2e-6
+        for VariancePreserving(), whose h falls like a square root. At h >= 1e-3 all come back within 3e-12.
         Raises ``ValueError``, naming the range, for bandwidths that the path does not reach.
 
         >>> CondOT().time_at(1.0), Cosine().time_at(math.inf), VarianceExploding(0.01, 100.0).time_at(1.0)
@@ -306,7 +308,7 @@ class DiscretePath(Path):
     """The path of a diffusers scheduler; build it with :func:`from_diffusers` or the two class methods.
 
     ``kind="alphas_cumprod"``: alpha^2 is the table, at timestep k = 0 .. K-1 and time t = 1 - k / (K - 1). Between the
-    entries log h is a monotone cubic of k with continuous slope (Fritsch-Carlson), so that alpha, sigma and their
+    entries log h is a monotone cubic of k with continuous slope (Fritsch-Butland), so that alpha, sigma and their
     derivatives are continuous; at the entries the table is met exactly. Such a table reaches neither alpha = 0 nor
     sigma = 0: both ends of ``bandwidth_range`` are finite and positive.
 
@@ -318,13 +320,12 @@ class DiscretePath(Path):
 
     table: tuple[float, ...]
     kind: Literal["alphas_cumprod", "flow_sigmas"]
-    last_timestep: float  # the timestep at t = 0
+    num_train_timesteps: int
 
     def __post_init__(self) -> None:
-        low, high = (0.0, 1.0)
         values = np.asarray(self.table)
         flow = self.kind == "flow_sigmas"
-        inside = (values >= low) & (values <= high) if flow else (values > low) & (values < high)
+        inside = (values >= 0) & (values <= 1) if flow else (values > 0) & (values < 1)
         if len(values) < 2:
             raise ValueError(f"{self.kind}: expected at least 2 entries, got {len(values)}")
         if not inside.all():
@@ -334,11 +335,17 @@ class DiscretePath(Path):
                 f"{self.kind}: expected finite values in {'[0, 1]' if flow else '(0, 1)'}, "
                 f"got {values[k]} at index {k}{hint}"
             )
-        if not (np.diff(values) < 0).all():
-            k = int(np.argmax(np.diff(values) >= 0))
+        rising = np.diff(values) >= 0
+        if rising.any():
+            k = int(np.argmax(rising))
             raise ValueError(
                 f"{self.kind}: expected strictly decreasing values, got {values[k]} then {values[k + 1]} at index {k}"
             )
+
+    @property
+    def last_timestep(self) -> int:
+        """The timestep at t = 0, the noisiest; timestep 0 is at t = 1."""
+        return self.num_train_timesteps if self.kind == "flow_sigmas" else len(self.table) - 1
 
     @cached_property
     def _cubics(self) -> np.ndarray:
@@ -352,7 +359,7 @@ class DiscretePath(Path):
         1.0
         """
         table = _as_table(alphas_cumprod, "alphas_cumprod")
-        return cls(table, "alphas_cumprod", len(table) - 1)
+        return cls(table, "alphas_cumprod", len(table))
 
     @classmethod
     def from_flow_sigmas(
@@ -374,11 +381,11 @@ class DiscretePath(Path):
             return tuple(1 - sigma for sigma in self.table)
         return tuple(1 - k / self.last_timestep for k in reversed(range(len(self.table))))
 
-    def time_of_timestep(self, timestep: Any) -> Any:
-        """The time of a scheduler's timestep (the number its model is called with), float or tensor: 1 - k / last."""
+    def time_of_timestep(self, timestep: _Number) -> _Number:
+        """The time 1 - timestep / last_timestep; a timestep is the number that the scheduler's model is called with."""
         return 1 - timestep / self.last_timestep
 
-    def timestep_at(self, t: Any) -> Any:
+    def timestep_at(self, t: _Number) -> _Number:
         """The inverse of :meth:`time_of_timestep`; between entries it is fractional."""
         return (1 - t) * self.last_timestep
 
@@ -414,8 +421,8 @@ def from_diffusers(scheduler: Any) -> DiscretePath:
     """The path of a diffusers scheduler, its time turned so that t = 0 is noise; diffusers itself is not needed.
 
     A scheduler with ``alphas_cumprod`` (DDPM, DDIM, Euler, DPM-Solver, ...) gives its variance-preserving path, one
-    with flow-matching ``sigmas`` the straight path. Raises ``TypeError`` for an object with neither and
-    ``ValueError`` for a table that no Gaussian path has.
+    with flow-matching ``sigmas`` the straight path; one with ``use_flow_sigmas`` has those once ``set_timesteps`` was
+    called. Raises ``TypeError`` for an object with neither and ``ValueError`` for a table that no Gaussian path has.
 
     >>> from types import SimpleNamespace
     >>> from_diffusers(SimpleNamespace(alphas_cumprod=torch.linspace(0.99, 0.01, 1000)))
