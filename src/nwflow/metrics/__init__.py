@@ -5,15 +5,13 @@ record that names its estimator, carries an uncertainty and goes to JSON and bac
 Distances are computed in float64 from tiles, so memory stays bounded and no offset of the data costs digits. All
 compare points at the data end of the flow, ``t = 1``; each module opens with its formulas.
 
-=============================================  ======================================================================
-:func:`mmd2`, :func:`energy_distance`           are both samples from one law? kernel statistics with a permutation test
-:func:`sliced_wasserstein`                      how far is one from the other, in the units of the data? (extra ``ot``)
-:func:`c2st`                                    can a classifier tell them apart?
-:func:`memorisation`                            which samples are copies of a reference?
-:func:`coverage`                                precision, recall, density and coverage
-:func:`effective_sample_size`                   how many of the weights count?
-:func:`median_bandwidth`, :func:`silverman_bandwidth`  bandwidths from data
-=============================================  ======================================================================
+- `mmd2`, `energy_distance`: are both samples from one law? Kernel statistics with a permutation test.
+- `sliced_wasserstein`: how far is one from the other, in the units of the data? (extra `ot`)
+- `c2st`: can a classifier tell them apart?
+- `memorisation`: which samples are copies of a reference?
+- `coverage`: precision, recall, density and coverage of nearest-neighbour balls.
+- `effective_sample_size`: how many of the weights count?
+- `median_bandwidth`, `silverman_bandwidth`: bandwidths from data.
 """
 
 from nwflow.metrics.bandwidth import median_bandwidth, silverman_bandwidth
