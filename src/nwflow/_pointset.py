@@ -73,11 +73,15 @@ def prior(raw: Tensor, real: Tensor, why_fewer: str = "") -> tuple[Tensor, Tenso
     valid = real & (raw > 0)
     _refuse_empty(valid, real, why_fewer)
     # The inner where of two: log and the division never see a zero, so none of their gradients is 0 * inf = NaN.
-    logs = torch.where(valid, torch.where(valid, raw, 1).log(), -torch.inf)
-    log_weights = torch.where(valid, logs - torch.logsumexp(logs, -1, keepdim=True), -torch.inf)
-    inside = torch.where(valid, raw, 0)
-    scaled = inside / inside.detach().amax(-1, keepdim=True)  # a sum of huge weights would overflow
-    return valid, scaled / scaled.sum(-1, keepdim=True), log_weights
+    largest = torch.where(valid, raw, 0).detach().amax(-1, keepdim=True)  # a sum of huge weights would overflow
+    scaled = torch.where(valid, raw, 0) / largest
+    total = scaled.sum(-1, keepdim=True)
+    weights = scaled / total
+    normal = valid & (weights.detach() > torch.finfo(weights.dtype).tiny)
+    log_weights = torch.where(normal, torch.where(normal, weights, 1).log(), -torch.inf)
+    tiny = valid & ~normal  # underflows as a weight, not as a logarithm
+    apart = torch.where(tiny, torch.where(tiny, raw, 1).log() - largest.log() - total.log(), -torch.inf)
+    return valid, weights, torch.where(tiny, apart, log_weights)
 
 
 def _refuse_empty(valid: Tensor, real: Tensor, why_fewer: str) -> None:
@@ -131,12 +135,13 @@ def hashes(rows: Tensor) -> Tensor:
 
 
 def scale(points: Tensor, weights: Tensor) -> Tensor:
-    """sqrt(tr Cov / d) of points ``(m, *event)`` under weights ``(m,)`` that sum to 1; 0-d float64 (float32 on mps)."""
+    """sqrt(tr Cov / d) of points ``(m, *event)`` under weights ``(m,)``; 0-d float64 (float32 on mps)."""
     rows, dtype = points.detach().reshape(points.shape[0], -1), wide(points)
-    parts = blocks(rows)
-    shares = weights.detach().to(dtype).split(len(parts[0]))
-    mean = torch.stack([w @ b.to(dtype) for b, w in zip(parts, shares, strict=True)]).sum(0)
-    square = [w @ (b.to(dtype) - mean).square().sum(1) for b, w in zip(parts, shares, strict=True)]
+    shares = weights.detach().to(dtype)
+    pairs = list(zip(blocks(rows), (shares / shares.sum()).split(len(blocks(rows)[0])), strict=True))
+    origin = rows[0].to(dtype)  # differences from a point of the set: exactly 0 where all points are equal
+    mean = torch.stack([w @ (b.to(dtype) - origin) for b, w in pairs]).sum(0)
+    square = [w @ (b.to(dtype) - origin - mean).square().sum(1) for b, w in pairs]
     return (torch.stack(square).sum() / rows.shape[1]).sqrt()
 
 

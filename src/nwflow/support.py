@@ -72,6 +72,7 @@ class Support:
         mask: ``(m,)`` booleans, True = real point. What masked slots hold is ignored and zeroed.
         drop_nonfinite: drop rows with NaN or infinity (counted in ``n_dropped``) in place of raising.
         rows: ``(m,)`` the caller's own index of each point, for attribution; ``0 .. m-1`` when None.
+        notes: what a reader should know of where the points come from; shown by :meth:`describe`.
 
     Raises:
         ValueError: no points, no positive weight, NaN or infinite rows (with their count and first index), negative
@@ -111,12 +112,14 @@ class Support:
         *,
         drop_nonfinite: bool = False,
         rows: Any = None,
+        notes: Iterable[str] = (),
     ) -> None:
-        tensor, notes = as_points(points)
+        tensor, converted = as_points(points)
         if tensor.ndim == 0:
             raise ValueError("points: expected shape (m, *event), got a scalar")
         if isinstance(mask, (Tensor, list, tuple)) and to_tensor(mask, "mask").ndim == 2:
             raise ValueError("mask: expected shape (m,) for one set; tasks are made by Support.batch(points, mask=...)")
+        notes = (*notes, *converted)
         self._build(tensor, weights, labels, mask, rows, notes=notes, drop_nonfinite=drop_nonfinite)
 
     @classmethod
