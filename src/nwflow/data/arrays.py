@@ -9,8 +9,11 @@ from __future__ import annotations
 import json
 import math
 import pickle
+import pickletools
+import warnings
 import zipfile
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -19,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nwflow.data.source import PICKLE_ADVICE, Loaded, Options, check_present, choose, not_a, truncated
+from nwflow.data.source import PICKLE_ADVICE, Loaded, Options, check_present, choose, is_pickle, not_a, truncated
 
 METADATA = "metadata"  # the array of an .npz that holds no points but what made them
 _NPY = b"\x93NUMPY"
@@ -164,12 +167,30 @@ def _unpickle_weights(path: Path, head: bytes) -> Any:
     """``torch.load`` restricted to tensors and containers; archives are mapped copy-on-write."""
     is_zip = head.startswith(b"PK")
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it warns about the protocol of pickles that it then refuses
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except pickle.UnpicklingError:
-        if not is_zip and not head.startswith(b"\x80"):
+        if not is_zip and not is_pickle(head):
             raise not_a(path, head, "a .pt file") from None
-        raise ValueError(f"{path}: holds Python objects beside tensors: {PICKLE_ADVICE}") from None
+        if not is_zip and _ends_inside_a_pickle(path):
+            raise truncated(path) from None
+        raise ValueError(f"{path}: holds Python objects, not only tensors: {PICKLE_ADVICE}") from None
     except (RuntimeError, EOFError, OSError) as error:
-        if is_zip or isinstance(error, EOFError):
+        if is_zip or "EOF" in str(error) or isinstance(error, EOFError):
             raise truncated(path) from None
         raise ValueError(f"{path}: is not a readable .pt file ({str(error).splitlines()[0]})") from None
+
+
+def _ends_inside_a_pickle(path: Path) -> bool:
+    """Whether one of the pickles that open a ``.pt`` file without an archive is cut; they are scanned, never run."""
+    with path.open("rb") as file:
+        for _ in range(5):
+            if not file.read(1):
+                return False
+            file.seek(-1, 1)
+            try:
+                deque(pickletools.genops(file), maxlen=0)
+            except (ValueError, MemoryError):
+                return True
+    return False

@@ -102,7 +102,7 @@ def _survey(source: Path, images: Sequence[Path | bytes], target: tuple[int, int
     grey = True
     for image in images:
         with _opened(image) as picture:
-            turned = picture.getexif().get(0x0112, 1) >= 5  # orientations 5 to 8 swap the sides
+            turned = _orientation(picture) >= 5  # orientations 5 to 8 swap the sides
             sizes[(picture.width, picture.height) if turned else (picture.height, picture.width)] += 1
             grey &= picture.mode in ("1", "L", "LA", "I;16", "I;16B")
     if target is None and len(sizes) > 1:
@@ -126,12 +126,13 @@ def _decode(image: Path | bytes, target: tuple[int, int] | None, channels: int) 
     from PIL import ImageOps
 
     with _opened(image) as picture:
+        orientation = _orientation(picture)
         try:
             picture.load()
         except (OSError, ValueError, SyntaxError) as error:
             raise ValueError(f"{_name(image)}: file is truncated or not a readable image ({error})") from None
         alpha = "A" in picture.mode or "transparency" in picture.info
-        turned = ImageOps.exif_transpose(picture)
+        turned = picture if orientation == 1 else ImageOps.exif_transpose(picture)
         if turned.mode.startswith("I;16"):
             top, plain = 65535.0, turned.convert("I").convert("F")
             planes = [plain] * channels
@@ -143,6 +144,15 @@ def _decode(image: Path | bytes, target: tuple[int, int] | None, channels: int) 
         values = np.stack([np.asarray(p, dtype=np.float32) for p in planes]) / np.float32(top)
     stretched = target is not None and target[0] * width != target[1] * height
     return Pixels(values.clip(0, 1), stretched, alpha)  # only bicubic overshoot of 16-bit images lies outside
+
+
+def _orientation(picture: Any) -> int:
+    """How the camera was held (1 = upright), read without decoding: of a .png only what precedes its pixels counts."""
+    if picture.format != "PNG":
+        return picture.getexif().get(0x0112, 1)
+    exif = _pillow().Exif()
+    exif.load(picture.info.get("exif", b""))
+    return exif.get(0x0112, 1)
 
 
 def _name(image: Path | bytes) -> str:

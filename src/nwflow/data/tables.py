@@ -151,7 +151,7 @@ def _stack(path: Path, table: Any, columns: Sequence[str]) -> np.ndarray:
     vectors = [name for name, a in zip(columns, arrays, strict=True) if a.ndim > 1]
     if vectors:
         raise ValueError(
-            f"{path}: columns: expected numbers side by side or one column of vectors, got both ({vectors[0]})"
+            f"{path}: columns: expected numbers or one column of vectors, got {vectors[0]!r} beside others"
         )
     return np.stack(arrays, axis=1)
 
