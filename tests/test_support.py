@@ -259,6 +259,7 @@ def test_padded_tensor_with_mask_equals_separate_sets():
     assert torch.equal(tasks.points, other.points)
     assert torch.equal(tasks.weights, other.weights)
     assert torch.equal(tasks.mask, other.mask)
+    assert torch.equal(tasks.rows, other.rows)
 
 
 def test_scalar_events_and_gradients_in_tasks():
@@ -300,7 +301,7 @@ def test_sets_that_make_no_tasks_are_refused(sets, message):
     with pytest.raises(ValueError, match=message):
         Support.batch(sets)
     with pytest.raises(ValueError, match=r"Support\.batch"):
-        Support(torch.zeros(2, 3, 1), mask=torch.ones(2, 3, dtype=torch.bool))
+        Support(torch.zeros(2, 3, 1), mask=np.ones((2, 3), dtype=bool))
 
 
 # -- labels -----------------------------------------------------------------------------------------------------------

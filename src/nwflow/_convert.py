@@ -120,6 +120,25 @@ def as_labels(labels: Any, name: str = "labels") -> tuple[Tensor, tuple[Label, .
     return torch.from_numpy(codes.reshape(values.shape).astype(np.int64)), tuple(names.tolist())
 
 
+def merge_labels(sets: Sequence[tuple[Tensor, tuple[Label, ...]]]) -> tuple[list[Tensor], tuple[Label, ...]]:
+    """Codes of several label sets over the union of their names, and that union (integers before strings)."""
+    names = tuple(sorted({n for _, own in sets for n in own}, key=lambda v: (isinstance(v, str), v)))
+    place = {name: code for code, name in enumerate(names)}
+    return [torch.tensor([place[n] for n in own], device=codes.device)[codes] for codes, own in sets], names
+
+
+def known_codes(labels: Any, names: tuple[Label, ...]) -> tuple[list[int], str]:
+    """Codes of one label or several, and how a message calls them; ValueError lists the names that exist."""
+    labels = labels.tolist() if hasattr(labels, "tolist") else labels
+    wanted = [labels] if isinstance(labels, (str, int)) else list(labels)
+    unknown = [w for w in wanted if w not in names]
+    if unknown or not wanted:
+        have = ", ".join(map(repr, names[:20])) + (", ..." if len(names) > 20 else "")
+        what = f"unknown {', '.join(map(repr, unknown))}" if unknown else "expected at least one"
+        raise ValueError(f"labels: {what}; this support has {have}")
+    return [names.index(w) for w in wanted], " or ".join(map(repr, wanted))
+
+
 def as_mask(mask: Any, shape: tuple[int, ...], device: torch.device, name: str = "mask") -> Tensor:
     """A boolean tensor of exactly ``shape``, True for real points; 0/1 integers are accepted, floats are not."""
     tensor = to_tensor(mask, name)

@@ -1,4 +1,4 @@
-r"""Pure functions over a set of points: which rows are bad, the normalised prior, equal rows, spread.
+r"""What a set of points is, as pure functions: which rows are bad, the normalised prior, equal rows, spread.
 
 With raw weights :math:`r_i`, validity :math:`v_i = [\text{real}][r_i > 0]`:
 
@@ -10,10 +10,46 @@ Every function works block by block: its memory does not grow with the size of t
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass
+from typing import Any
+
 import torch
 from torch import Tensor
 
 BLOCK = 1 << 20  # elements looked at together; larger blocks leave the cache and are slower
+
+
+@dataclass(frozen=True)
+class SupportSummary:
+    """What a support holds, in numbers that go to JSON and back.
+
+    ``data_scale`` is sqrt(tr Cov / d) under the prior (population covariance), ``mean_norm`` the mean Euclidean norm of
+    the real points, ``constant_columns`` how many of the ``d`` coordinates never change. For tasks all are pooled.
+    """
+
+    n: int
+    d: int
+    event_shape: tuple[int, ...]
+    dtype: str
+    n_tasks: int | None
+    n_used: int
+    n_dropped: int
+    duplicates: int
+    unique: int
+    constant_columns: int
+    data_scale: float
+    mean_norm: float
+    labels: dict[str, int] | None
+    notes: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """A dictionary of JSON types."""
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> SupportSummary:
+        """The inverse of :meth:`to_dict`."""
+        return cls(**{**values, "event_shape": tuple(values["event_shape"]), "notes": tuple(values["notes"])})
 
 
 def known(flag: Tensor) -> bool:
@@ -154,3 +190,11 @@ def norms(points: Tensor) -> Tensor:
 def wide(points: Tensor) -> torch.dtype:
     """float64 on every device that has it."""
     return torch.float32 if points.device.type == "mps" else torch.float64
+
+
+def pad_rows(parts: list[Tensor], value: float) -> Tensor:
+    """Tensors ``(m_i, *event)`` as one ``(T, max m, *event)`` in their common dtype, filled up with ``value``."""
+    dtype = parts[0].dtype
+    for part in parts[1:]:
+        dtype = torch.promote_types(dtype, part.dtype)
+    return torch.nn.utils.rnn.pad_sequence([p.to(dtype) for p in parts], batch_first=True, padding_value=value)

@@ -16,48 +16,16 @@ One set has points ``(m, *event)``; tasks have ``(T, m, *event)`` with a boolean
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from nwflow._convert import FLOATS, Label, as_index, as_labels, as_mask, as_points, as_weights, to_tensor
-from nwflow._pointset import bad_rows, first_equal, known, norms, prior, scale
-
-
-@dataclass(frozen=True)
-class SupportSummary:
-    """What a support holds, in numbers that go to JSON and back.
-
-    ``data_scale`` is sqrt(tr Cov / d) under the prior (population covariance), ``mean_norm`` the mean Euclidean norm of
-    the real points, ``constant_columns`` how many of the ``d`` coordinates never change. For tasks all are pooled.
-    """
-
-    n: int
-    d: int
-    event_shape: tuple[int, ...]
-    dtype: str
-    n_tasks: int | None
-    n_used: int
-    n_dropped: int
-    duplicates: int
-    unique: int
-    constant_columns: int
-    data_scale: float
-    mean_norm: float
-    labels: dict[str, int] | None
-    notes: tuple[str, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """A dictionary of JSON types."""
-        return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> SupportSummary:
-        """The inverse of :meth:`to_dict`."""
-        return cls(**{**values, "event_shape": tuple(values["event_shape"]), "notes": tuple(values["notes"])})
+from nwflow import _convert as convert
+from nwflow._convert import Label
+from nwflow._pointset import SupportSummary, bad_rows, first_equal, known, norms, pad_rows, prior, scale
 
 
 class Support:
@@ -71,7 +39,7 @@ class Support:
         labels: ``(m,)`` integers or strings.
         mask: ``(m,)`` booleans, True = real point. What masked slots hold is ignored and zeroed.
         drop_nonfinite: drop rows with NaN or infinity (counted in ``n_dropped``) in place of raising.
-        rows: ``(m,)`` the caller's own index of each point, for attribution; ``0 .. m-1`` when None.
+        rows: ``(m,)`` the caller's own index of each point, for attribution; ``0 .. m-1`` when None, -1 where masked.
         notes: what a reader should know of where the points come from; shown by :meth:`describe`.
 
     Raises:
@@ -91,14 +59,14 @@ class Support:
         [1, 2]
     """
 
-    points: Tensor
-    weights: Tensor
-    log_weights: Tensor
-    valid: Tensor
-    mask: Tensor | None
-    labels: Tensor | None
+    points: Float[Tensor, "*set_event"]
+    weights: Float[Tensor, "*set"]
+    log_weights: Float[Tensor, "*set"]
+    valid: Bool[Tensor, "*set"]
+    mask: Bool[Tensor, "*set"] | None
+    labels: Int64[Tensor, "*set"] | None
     label_names: tuple[Label, ...] | None
-    rows: Tensor
+    rows: Int64[Tensor, "*set"]
     is_batch: bool
     n_dropped: int
     notes: tuple[str, ...]
@@ -114,10 +82,10 @@ class Support:
         rows: Any = None,
         notes: Iterable[str] = (),
     ) -> None:
-        tensor, converted = as_points(points)
+        tensor, converted = convert.as_points(points)
         if tensor.ndim == 0:
             raise ValueError("points: expected shape (m, *event), got a scalar")
-        if isinstance(mask, (Tensor, list, tuple)) and to_tensor(mask, "mask").ndim == 2:
+        if mask is not None and convert.to_tensor(mask, "mask").ndim == 2:
             raise ValueError("mask: expected shape (m,) for one set; tasks are made by Support.batch(points, mask=...)")
         notes = (*notes, *converted)
         self._build(tensor, weights, labels, mask, rows, notes=notes, drop_nonfinite=drop_nonfinite)
@@ -148,7 +116,7 @@ class Support:
             ([[True, True], [True, False]], (2, 1))
         """
         if hasattr(sets, "shape"):
-            tensor, notes = as_points(sets)
+            tensor, notes = convert.as_points(sets)
             if tensor.ndim < 2:
                 raise ValueError(f"points: expected tasks of shape (T, m, *event), got {tuple(tensor.shape)}")
             mask = torch.ones(tensor.shape[:2], dtype=torch.bool) if mask is None else mask
@@ -174,16 +142,15 @@ class Support:
         n_dropped: int = 0,
     ) -> None:
         shape, device = tuple(points.shape[:lead]), points.device
-        if 0 in shape:
-            raise ValueError(f"points: no references (shape {tuple(points.shape)})")
         if 0 in points.shape:
-            raise ValueError(f"points: expected a non-empty event, got shape {tuple(points.shape)}")
-        mask = None if mask is None else as_mask(mask, shape, device)
-        raw = None if weights is None else as_weights(weights, shape, points)
+            what = "no references" if 0 in shape else "expected a non-empty event"
+            raise ValueError(f"points: {what}, got shape {tuple(points.shape)}")
+        mask = None if mask is None else convert.as_mask(mask, shape, device)
+        raw = None if weights is None else convert.as_weights(weights, shape, points)
         if labels is not None:
-            labels, label_names = as_labels(labels) if label_names is None else (labels, label_names)
-            labels = as_index(labels, shape, device, "labels")
-        rows = as_index(torch.arange(shape[-1]).expand(shape) if rows is None else rows, shape, device, "rows")
+            labels, label_names = convert.as_labels(labels) if label_names is None else (labels, label_names)
+            labels = convert.as_index(labels, shape, device, "labels")
+        rows = convert.as_index(torch.arange(shape[-1]).expand(shape) if rows is None else rows, shape, device, "rows")
         bad = bad_rows(points, mask, lead, drop_nonfinite)
         if bad is not None:
             n_dropped += int(bad.sum())
@@ -199,14 +166,13 @@ class Support:
             raise ValueError(f"points: no references{fewer}")
         if mask is not None:
             points = torch.where(mask.reshape(mask.shape + (1,) * (points.ndim - lead)), points, 0)
+            rows = torch.where(mask, rows, -1)
         self.points, self.mask, self.rows, self.labels, self.label_names = points, mask, rows, labels, label_names
         self.is_batch, self.n_dropped, self.notes = lead == 2, n_dropped, tuple(notes)
         self._raw = raw
         real = torch.ones_like(rows, dtype=torch.bool) if mask is None else mask
         ones = torch.ones_like(rows, dtype=torch.promote_types(points.dtype, torch.float32))
         self.valid, self.weights, self.log_weights = prior(ones if raw is None else raw, real, fewer)
-
-    # -- shape ------------------------------------------------------------------------------------------------------
 
     @property
     def is_uniform(self) -> bool:
@@ -258,10 +224,8 @@ class Support:
     def __len__(self) -> int:
         return self.points.shape[0] if self.is_batch else self.sizes[0]
 
-    # -- content ----------------------------------------------------------------------------------------------------
-
     @cached_property
-    def first_equal(self) -> Tensor:
+    def first_equal(self) -> Int64[Tensor, "*set"]:
         """``(m,)`` or ``(T, m)``, long: slot of the first real point of the same set that equals this one."""
         points = self.points.detach()
         if not self.is_batch or self.mask is None:
@@ -279,7 +243,7 @@ class Support:
         return sum(self.sizes) - self.duplicates
 
     @cached_property
-    def data_scale(self) -> Tensor:
+    def data_scale(self) -> Float[Tensor, "*T"]:
         """sqrt(tr Cov / d) under the prior, float64 where the device has it; 0-d for one set, ``(T,)`` for tasks."""
         if not self.is_batch:
             return scale(self.points, self.weights)
@@ -314,16 +278,13 @@ class Support:
         return {str(name): n for name, n in zip(self.label_names, counts, strict=True) if n}
 
     def __repr__(self) -> str:
-        low, high = min(self.sizes), max(self.sizes)
-        count = f"{low}" if low == high else f"{low}-{high}"
+        count = "-".join(str(n) for n in sorted({min(self.sizes), max(self.sizes)}))
         tasks = f"{self.n_tasks} tasks of " if self.is_batch else ""
         parts = [f"{tasks}{count} points of {self.event_shape}", _name(self.dtype)]
         parts += [str(self.device)] * (self.device.type != "cpu") + ["weighted"] * (not self.is_uniform)
         parts += [] if self.label_names is None else [f"{len(self.label_names)} labels"]
         parts += [f"{self.n_dropped} dropped"] * (self.n_dropped > 0)
         return f"Support({', '.join(parts)})"
-
-    # -- change -----------------------------------------------------------------------------------------------------
 
     def to(self, device: Any = None, dtype: torch.dtype | None = None) -> Support:
         """The same support elsewhere or in another precision; weights stay at least float32.
@@ -333,15 +294,15 @@ class Support:
         """
         if isinstance(device, torch.dtype):
             device, dtype = None, device
-        if dtype is not None and dtype not in FLOATS:
+        if dtype is not None and dtype not in convert.FLOATS:
             raise TypeError(f"dtype: expected one of float16, bfloat16, float32, float64, got {dtype}")
         points = self.points.to(device=device, dtype=dtype)
         if dtype is not None and known(~torch.isfinite(points).all()):
             largest = float(self.points.detach().abs().amax())
             raise ValueError(f"dtype: points up to {largest:g} overflow in {_name(dtype)}")
-        raw = self._raw
-        if raw is not None and dtype is not None:
-            raw = raw.to(torch.promote_types(dtype, torch.float32))
+        raw = (
+            self._raw if self._raw is None or dtype is None else self._raw.to(torch.promote_types(dtype, torch.float32))
+        )
         return self._copy(points, raw, self.labels, self.mask, self.rows)
 
     def select(self, index: Any) -> Support:
@@ -351,7 +312,7 @@ class Support:
         """
         if self.is_batch:
             raise ValueError("select: expected one set, got tasks; take one with .task(i)")
-        index = to_tensor(index, "index").to(self.device)
+        index = convert.to_tensor(index, "index").to(self.device)
         raw, labels, mask = (None if v is None else v[index] for v in (self._raw, self.labels, self.mask))
         return self._copy(self.points[index], raw, labels, mask, self.rows[index])
 
@@ -374,21 +335,15 @@ class Support:
         """
         if self.labels is None or self.label_names is None:
             raise ValueError("given: this support has no labels")
-        labels = labels.tolist() if hasattr(labels, "tolist") else labels
-        wanted = [labels] if isinstance(labels, (str, int)) else list(labels)
-        unknown = [w for w in wanted if w not in self.label_names]
-        if unknown or not wanted:
-            have = ", ".join(map(repr, self.label_names[:20])) + (", ..." if len(self.label_names) > 20 else "")
-            what = f"unknown {', '.join(map(repr, unknown))}" if unknown else "expected at least one"
-            raise ValueError(f"labels: {what}; this support has {have}")
-        codes = torch.tensor([self.label_names.index(w) for w in wanted], device=self.device)
+        codes, wanted = convert.known_codes(labels, self.label_names)
+        codes = torch.tensor(codes, device=self.device)
         chosen = torch.isin(self.labels, codes) if self.mask is None else torch.isin(self.labels, codes) & self.mask
         if not bool((left := chosen.any(-1)).all()):
             where = f"task {int((~left).nonzero()[0])}" if self.is_batch else "this support"
-            raise ValueError(f"labels: {where} has no point labelled {' or '.join(map(repr, wanted))}")
-        if not self.is_batch:
-            return self.select(chosen)
-        return self._copy(self.points, self._raw, self.labels, chosen, self.rows)
+            raise ValueError(f"labels: {where} has no point labelled {wanted}")
+        return (
+            self._copy(self.points, self._raw, self.labels, chosen, self.rows) if self.is_batch else self.select(chosen)
+        )
 
     def _copy(self, points: Tensor, raw: Any, labels: Any, mask: Any, rows: Tensor, lead: int | None = None) -> Support:
         new = Support.__new__(Support)
@@ -424,33 +379,19 @@ def _pad(sets: list[Support]) -> Support:
     labelled = [s.labels is not None for s in sets]
     if any(labelled) != all(labelled):
         raise ValueError(f"sets: expected labels in all tasks or in none, task {labelled.index(False)} has none")
-    dtype = sets[0].dtype
-    for s in sets:
-        dtype = torch.promote_types(dtype, s.dtype)
-
-    def pad(parts: list[Tensor], value: float) -> Tensor:
-        return torch.nn.utils.rnn.pad_sequence(parts, batch_first=True, padding_value=value)
-
-    m = [s.mask if s.mask is not None else torch.ones(s.m, dtype=torch.bool, device=s.device) for s in sets]
-    names = _merged_names(sets) if all(labelled) else None
-    labels = pad([_recode(s, names) for s in sets], -1) if names is not None else None
-    raw = None if all(s.is_uniform for s in sets) else pad([s.weights for s in sets], 0.0)
+    masks = [torch.ones_like(s.valid) if s.mask is None else s.mask for s in sets]
+    own = [(s.labels, s.label_names) for s in sets if s.labels is not None and s.label_names]
+    codes, names = convert.merge_labels(own)
     new = Support.__new__(Support)
     new._build(
-        pad([s.points.to(dtype) for s in sets], 0.0), raw, labels, pad(m, False), pad([s.rows for s in sets], -1),
-        notes=dict.fromkeys(n for s in sets for n in s.notes), lead=2, label_names=names,
+        pad_rows([s.points for s in sets], 0),
+        None if all(s.is_uniform for s in sets) else pad_rows([s.weights for s in sets], 0),
+        pad_rows(codes, -1) if codes else None,
+        pad_rows(masks, False),
+        pad_rows([s.rows for s in sets], -1),
+        notes=dict.fromkeys(n for s in sets for n in s.notes),
+        lead=2,
+        label_names=names or None,
         n_dropped=sum(s.n_dropped for s in sets),
-    )  # fmt: skip
+    )
     return new
-
-
-def _merged_names(sets: list[Support]) -> tuple[Label, ...]:
-    names = {name for s in sets for name in s.label_names or ()}
-    return tuple(sorted(names, key=lambda v: (isinstance(v, str), v)))
-
-
-def _recode(s: Support, names: tuple[Label, ...]) -> Tensor:
-    assert s.labels is not None
-    assert s.label_names is not None
-    table = torch.tensor([names.index(n) for n in s.label_names], device=s.device)
-    return table[s.labels]

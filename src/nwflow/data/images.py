@@ -12,10 +12,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image, ImageOps
 from torch import Tensor
 
 from nwflow.data.source import Loaded, Options, check_present, first, plural
@@ -111,20 +111,17 @@ def _survey(source: Path, images: Sequence[Path | bytes], target: tuple[int, int
     return 1 if grey else 3
 
 
-def _opened(image: Path | bytes) -> Any:
+def _opened(image: Path | bytes) -> Image.Image:
     """The image, opened lazily: nothing is decoded yet."""
-    pillow = _pillow()
     if isinstance(image, Path):
         check_present(image, "an image")
     try:
-        return pillow.open(image if isinstance(image, Path) else io.BytesIO(image))
-    except (OSError, ValueError, pillow.DecompressionBombError):
+        return Image.open(image if isinstance(image, Path) else io.BytesIO(image))
+    except (OSError, ValueError, Image.DecompressionBombError):
         raise ValueError(f"{_name(image)}: is not a readable image") from None
 
 
 def _decode(image: Path | bytes, target: tuple[int, int] | None, channels: int) -> Pixels:
-    from PIL import ImageOps
-
     with _opened(image) as picture:
         orientation = _orientation(picture)
         try:
@@ -140,28 +137,20 @@ def _decode(image: Path | bytes, target: tuple[int, int] | None, channels: int) 
             top, planes = 255.0, list(turned.convert("RGB" if channels == 3 else "L").split())
         height, width = turned.height, turned.width
         if target is not None and target != (height, width):
-            planes = [p.resize((target[1], target[0]), _pillow().Resampling.BICUBIC) for p in planes]
+            planes = [p.resize((target[1], target[0]), Image.Resampling.BICUBIC) for p in planes]
         values = np.stack([np.asarray(p, dtype=np.float32) for p in planes]) / np.float32(top)
     stretched = target is not None and target[0] * width != target[1] * height
     return Pixels(values.clip(0, 1), stretched, alpha)  # only bicubic overshoot of 16-bit images lies outside
 
 
-def _orientation(picture: Any) -> int:
+def _orientation(picture: Image.Image) -> int:
     """How the camera was held (1 = upright), read without decoding: of a .png only what precedes its pixels counts."""
     if picture.format != "PNG":
         return picture.getexif().get(0x0112, 1)
-    exif = _pillow().Exif()
+    exif = Image.Exif()
     exif.load(picture.info.get("exif", b""))
     return exif.get(0x0112, 1)
 
 
 def _name(image: Path | bytes) -> str:
     return str(image) if isinstance(image, Path) else "an image of the table"
-
-
-def _pillow() -> Any:
-    try:
-        from PIL import Image
-    except ImportError:
-        raise ImportError("images need Pillow, which is not installed: pip install pillow") from None
-    return Image
