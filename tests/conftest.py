@@ -1,7 +1,8 @@
 """What every test shares: seeds, float64 by request, few threads, and shape checks when asked for.
 
-``NWFLOW_TYPECHECK=1 make test`` checks each jaxtyping annotation of nwflow at run time (slow, so not the default). The
-hook has to be in place before nwflow is first imported, which is why it stands here at module level.
+``NWFLOW_TYPECHECK=1 make test`` checks each annotation of nwflow at run time, shapes included. It is off by default: it
+is slow, and a test that hands over a wrong type then meets the checker before it meets nwflow's own error. The hook has
+to be in place before nwflow is first imported, which is why it stands here at module level.
 """
 
 import os
@@ -15,7 +16,7 @@ from torch import Tensor
 if os.environ.get("NWFLOW_TYPECHECK") == "1":
     from jaxtyping import install_import_hook
 
-    install_import_hook("nwflow", "beartype.beartype")
+    install_import_hook("nwflow", "typechecker.check")
 
 # Small tensors gain nothing from many threads, and a busy machine loses by them.
 torch.set_num_threads(min(2, torch.get_num_threads()))
