@@ -109,7 +109,7 @@ class FrameCache:
         self._stamp: Any = None
         self._held: Any = None
         self._frame: Frame | None = None
-        self._points: Tensor | None = None
+        self._engine: Any = None
 
     def frame(
         self, points: Tensor, log_prior: Tensor, d: int, metric: Metric | None, smooth: Smoothing | None
@@ -126,21 +126,26 @@ class FrameCache:
                 centre = _weighted_mean(p, w if w.shape[0] == p.shape[0] else w[:1].expand(p.shape[0], -1))
                 if p.shape[0] != tasks:  # batched by vmap: one centre serves all
                     centre = centre.mean(0, keepdim=True)
-                self._frame, self._points = build_frame(centre, metric, smooth, p), None
+                self._frame = build_frame(centre, metric, smooth, p)
             self._stamp, self._held = now, (plain, prior, parts)
         return self._frame
 
-    def engine(self, frame: Frame, points: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Points ``(T, m, d)`` as the engine takes them, with shift and scale: z = scale (points - shift)."""
+    def engine(self, frame: Frame, points: Tensor, log_prior: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Points ``(T, m, d)`` and log prior ``(T, m)`` as the engine takes them, shift, and scale: z = scale (points -
+        shift). The same tensors every time, so that what the engine derives from them can be kept."""
         centre = frame.centre
+        fixed = not (points.requires_grad or log_prior.requires_grad or transforming())
+        if fixed and self._engine is not None and self._engine[0] is frame:
+            return self._engine[1]
+        prior = log_prior.reshape(points.shape[0], -1).to(centre.dtype)
         if frame.diagonal is not None:
-            return points, centre, (frame.diagonal / frame.unit).expand(1, 1, -1)
-        shift, scale = torch.zeros_like(centre), centre.new_ones(1, 1, 1)
-        if points.requires_grad or transforming():
-            return frame.into(points.to(centre.dtype) - centre), shift, scale
-        if self._points is None or self._frame is not frame:
-            self._points = torch.cat([frame.into(p.to(centre.dtype) - centre) for p in points.split(ROWS, 1)], 1)
-        return self._points, shift, scale
+            found = points, prior, centre, (frame.diagonal / frame.unit).expand(1, 1, -1)
+        else:
+            moved = [frame.into(p.to(centre.dtype) - centre) for p in points.split(ROWS, 1)]
+            found = torch.cat(moved, 1), prior, torch.zeros_like(centre), centre.new_ones(1, 1, 1)
+        if fixed:
+            self._engine = (frame, found)
+        return found
 
 
 def unwrapped(v: Tensor) -> Tensor:

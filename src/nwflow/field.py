@@ -344,10 +344,7 @@ class NWField(nn.Module):
         return self._frames.frame(self.points, self.log_weights, self.d, self.metric, self.smoothing)
 
     def _engine(self, frame: Frame) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """points ``(T, m, d)``, log prior ``(T, m)``, and shift and scale with z = scale (points - shift)."""
-        log_prior = self.log_weights.reshape(-1, self.log_weights.shape[-1]).to(frame.centre.dtype)
-        points, shift, scale = self._frames.engine(frame, self._stacked())
-        return points, log_prior, shift, scale
+        return self._frames.engine(frame, self._stacked(), self.log_weights)
 
     def _solve(self, x: Tensor, t: float | Tensor, want: Want, refuse: Iterable[str], each: bool = False) -> State:
         """Evaluate the engine at ``(x, t)``; ``refuse`` names what does not exist at sigma = 0."""
