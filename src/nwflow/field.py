@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from nwflow._frame import Frame, FrameCache, length_scales
-from nwflow._moments import (
+from nwflow._moments import (  # fmt: skip
     FORMULAS,
     MOMENTS,
     NEEDS_SIGMA,
@@ -111,8 +111,6 @@ class NWField(nn.Module):
         self.register_buffer("log_weights", log_weights)
         self.register_buffer("rows", rows)
 
-    # ------------------------------------------------------------------------------------------------ what it is
-
     @property
     def support(self) -> Support:
         """The support, on the device and in the dtype of the field."""
@@ -133,8 +131,6 @@ class NWField(nn.Module):
         other = copy.copy(self)
         other.accuracy = _tolerance(accuracy)
         return other
-
-    # ------------------------------------------------------------------------------------------- what users ask
 
     def forward(self, x: Tensor, t: float | Tensor) -> Tensor:
         """The velocity u(x, t), shape and dtype of ``x``."""
@@ -233,8 +229,6 @@ class NWField(nn.Module):
         second = self._weights(s) @ (self._stacked().to(mean.dtype) - s.frame.centre).square().sum(-1, keepdim=True)
         return second.squeeze(-1) - mean.square().sum(-1)
 
-    # --------------------------------------------------------------------------------------------- weights themselves
-
     @torch.compiler.disable
     def weights(self, x: Tensor, t: float | Tensor) -> Tensor:
         """All weights w_i(x, t), ``(*batch, m)``, 0 for masked points; the output alone takes n m numbers."""
@@ -272,8 +266,6 @@ class NWField(nn.Module):
         shape = (*s.batch, index.shape[-1])
         return Attribution(rows.view(shape), w.to(dtype).view(shape), w.sum(-1).clamp(max=1.0).to(dtype).view(s.batch))
 
-    # ------------------------------------------------------------------------------------- what samplers ask
-
     def prior(self, z: Tensor, t: float = 0.0) -> Tensor:
         """Standard normal ``z`` ``(n, *event)`` (tasks ``(T, n, *event)``) as draws of the start N(alpha mean, sigma^2
         M^-1 + alpha^2 Sigma) at time ``t``; the mean is the support's own, so that VP and VE start where data are."""
@@ -296,8 +288,6 @@ class NWField(nn.Module):
         with torch.no_grad():
             frame = self._frame()
             return length_scales(frame, *self._engine(frame), quantile, probes)
-
-    # -------------------------------------------------------------------------------------------------- evaluation
 
     def _flat(self, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
         """``(T or 1, n, d)`` and the batch shape; refuses what does not fit."""

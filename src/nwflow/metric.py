@@ -13,15 +13,21 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from nwflow.paths import working_dtype
 
 
+def _exact(value: Any) -> Tensor:
+    """A tensor in the working dtype; Python numbers are float64, tensors and arrays are taken as given."""
+    v = value if isinstance(value, Tensor) else torch.as_tensor(np.asarray(value))
+    return v.to(working_dtype(v.device))
+
+
 def _matrix(value: Any, name: str) -> Tensor:
-    m = torch.as_tensor(value)
-    m = m.to(working_dtype(m.device))
+    m = _exact(value)
     if m.ndim != 2 or m.shape[0] != m.shape[1]:
         raise ValueError(f"{name}: expected a square matrix (d, d), got shape {tuple(m.shape)}")
     if not torch.isfinite(m).all():
@@ -34,8 +40,7 @@ def _matrix(value: Any, name: str) -> Tensor:
 
 
 def _vector(value: Any, name: str, least: float, inclusive: bool) -> Tensor:
-    v = torch.as_tensor(value)
-    v = v.to(working_dtype(v.device)).reshape(-1)
+    v = _exact(value).reshape(-1)
     bad = ~torch.isfinite(v) | ((v < least) if inclusive else (v <= least))
     if v.numel() == 0 or bool(bad.any()):
         kind = "non-negative" if inclusive else "positive"
@@ -45,8 +50,7 @@ def _vector(value: Any, name: str, least: float, inclusive: bool) -> Tensor:
 
 
 def _factor(value: Any, diagonal: Tensor, name: str) -> Tensor:
-    f = torch.as_tensor(value)
-    f = f.to(working_dtype(f.device))
+    f = _exact(value)
     if f.ndim != 2 or f.shape[0] != diagonal.numel() or not bool(torch.isfinite(f).all()):
         raise ValueError(f"{name}: expected a finite matrix ({diagonal.numel()}, rank), got shape {tuple(f.shape)}")
     return f
@@ -326,7 +330,7 @@ def _moments_input(support: Any) -> tuple[Tensor, Tensor]:
         keep = support.valid
         x, w = support.points[keep].detach(), support.weights[keep].detach()
     else:
-        x = torch.as_tensor(support)
+        x = _exact(support)
         w = torch.ones(x.shape[0], device=x.device)
     wide = working_dtype(x.device)
     x, w = x.to(wide).flatten(1) if x.ndim > 1 else x.to(wide)[:, None], w.to(wide)
