@@ -34,7 +34,7 @@ from nwflow._moments import (  # fmt: skip
     at_limit,
     wanted,
 )
-from nwflow.kernel.autograd import KeyCache, engine_keys, run, solve, transforming
+from nwflow.kernel.autograd import KeyCache, eager, engine_keys, run, solve, transforming
 from nwflow.kernel.posterior import Moments, Want, stacked
 from nwflow.kernel.rescore import nearest
 from nwflow.metric import Metric, Smoothing, as_smoothing
@@ -198,11 +198,10 @@ class NWField(nn.Module):
             raise ValueError(f"moments: expected at least one name out of {MOMENTS}, got none")
         return self._posterior(x, t, names)
 
-    @torch.compiler.disable
+    @eager
     def _posterior(self, x: Tensor, t: float | Tensor, names: tuple[str, ...]) -> Posterior:
-        s = self._solve(
-            x, t, wanted(names), refuse=[n for n in names if n in NEEDS_SIGMA], each="covariance_trace" in names
-        )
+        refuse = [n for n in names if n in NEEDS_SIGMA]
+        s = self._solve(x, t, wanted(names), refuse, each="covariance_trace" in names)
         event = tuple(x.shape[len(s.batch) :])
         out: dict[str, Any] = {}
         for name in names:
@@ -229,7 +228,7 @@ class NWField(nn.Module):
         second = self._weights(s) @ (self._stacked().to(mean.dtype) - s.frame.centre).square().sum(-1, keepdim=True)
         return second.squeeze(-1) - mean.square().sum(-1)
 
-    @torch.compiler.disable
+    @eager
     def weights(self, x: Tensor, t: float | Tensor) -> Tensor:
         """All weights w_i(x, t), ``(*batch, m)``, 0 for masked points; the output alone takes n m numbers."""
         s = self._solve(x, t, Want(), refuse=())
@@ -250,7 +249,7 @@ class NWField(nn.Module):
         limit = torch.zeros_like(w).scatter_add(-1, s.nearest.index.clamp(min=0), tied)
         return torch.where(s.ends, limit, w)  # type: ignore[arg-type]
 
-    @torch.compiler.disable
+    @eager
     def attribute(self, x: Tensor, t: float | Tensor, k: int = 10) -> Attribution:
         """The ``k`` references with the largest weights, their weights and the mass they capture together."""
         if not isinstance(k, int) or k < 1:

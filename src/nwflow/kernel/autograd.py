@@ -23,7 +23,7 @@ does so unless it is itself differentiated. No time enters here; see :mod:`nwflo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ PAIRS = 2**19  # pairs of a block; a handful of such blocks live at a time
 ROWS = 2**20  # elements of one block of lifted keys
 
 Optional = Tensor | None
+Function = TypeVar("Function", bound=Callable[..., Any])
 _functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -75,6 +76,11 @@ def solve(cache: KeyCache, y: Tensor, b: Tensor, points: Tensor, log_prior: Tens
     """
     _refuse_nested_forward()
     return _Solve.apply(y, b, points, log_prior, shift, scale, (cache, compute, tol))  # type: ignore[return-value]
+
+
+def eager(function: Function) -> Function:
+    """Left out of ``torch.compile``: the engine decides by numbers, so the graph breaks here and eager code runs."""
+    return torch.compiler.disable(function)  # pyright: ignore[reportReturnType, reportCallIssue, reportArgumentType]
 
 
 def transforming() -> bool:
