@@ -20,7 +20,7 @@ from torch import Tensor
 
 from nwflow.kernel.autograd import stamp, transforming
 from nwflow.metric import Metric, Smoothing
-from nwflow.paths import working_dtype
+from nwflow.paths import is_vmapped, working_dtype
 
 ROWS = 4096  # rows of one block wherever a float64 copy of the support would be too much
 
@@ -99,7 +99,8 @@ def _dense_frame(centre: Tensor, metric: Metric | None, smoothing: Smoothing | N
     spread, u = torch.linalg.eigh(w @ smoothing.matrix(d).to(wide) @ w.mT)
     a, back = (u.mT @ w).contiguous(), (inverse @ u).contiguous()
     log_det = centre.new_zeros(()) if metric is None else metric.log_det(d).to(wide)
-    return Frame(centre, 1.0, spread.clamp(min=0.0), log_det, dense=(a, back))
+    spread = torch.where(spread > d * torch.finfo(wide).eps * spread.amax(), spread, 0.0)  # rank, not rounding
+    return Frame(centre, 1.0, spread, log_det, dense=(a, back))
 
 
 class FrameCache:
@@ -110,6 +111,7 @@ class FrameCache:
         self._held: Any = None
         self._frame: Frame | None = None
         self._engine: Any = None
+        self.slots: Tensor | None = None
 
     def frame(
         self, points: Tensor, log_prior: Tensor, d: int, metric: Metric | None, smooth: Smoothing | None
@@ -123,6 +125,8 @@ class FrameCache:
             with torch.no_grad():
                 p = plain.detach().reshape(-1, log_prior.shape[-1], d)
                 w = prior.detach().reshape(-1, log_prior.shape[-1]).to(working_dtype(p.device)).softmax(-1)
+                if bool((w == 0).any()):  # what a masked slot holds is nobody's business
+                    p = torch.where((w > 0).expand(p.shape[:2])[..., None], p, 0.0)
                 centre = _weighted_mean(p, w if w.shape[0] == p.shape[0] else w[:1].expand(p.shape[0], -1))
                 if p.shape[0] != tasks:  # batched by vmap: one centre serves all
                     centre = centre.mean(0, keepdim=True)
@@ -137,7 +141,11 @@ class FrameCache:
         fixed = not (points.requires_grad or log_prior.requires_grad or transforming())
         if fixed and self._engine is not None and self._engine[0] is frame:
             return self._engine[1]
-        prior = log_prior.reshape(points.shape[0], -1).to(centre.dtype)
+        prior = log_prior.reshape(points.shape[0], -1).to(centre.dtype).log_softmax(-1)  # normalised past float32
+        self.slots = None
+        if log_prior.ndim == 1 and not is_vmapped(prior) and bool((gone := prior[0] == -torch.inf).any()):
+            self.slots = (~gone).nonzero().squeeze(-1)
+            points, prior = points.index_select(1, self.slots), prior.index_select(1, self.slots)
         if frame.diagonal is not None:
             found = points, prior, centre, (frame.diagonal / frame.unit).expand(1, 1, -1)
         else:

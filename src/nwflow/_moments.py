@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -106,7 +106,9 @@ def at_limit(found: Moments, near: Moments, ends: Tensor, want: Want) -> Moments
     """Replace the rows at ``ends`` by the nearest points."""
     rows = ends.squeeze(-1)
     out: dict[str, Tensor] = {"lse": found.lse}
-    for name in ("mean", "n_eff"):
+    if found.square is not None and found.square.shape[-1] == 1 and near.square is not None:
+        near = replace(near, square=near.square.sum(-1, keepdim=True))
+    for name in ("mean", "n_eff", "square"):
         mine, theirs = getattr(found, name), getattr(near, name)
         if mine is not None:
             out[name] = torch.where(ends if mine.ndim == 3 else rows, theirs.to(mine.dtype), mine)
@@ -117,7 +119,7 @@ def at_limit(found: Moments, near: Moments, ends: Tensor, want: Want) -> Moments
         same = found.weights is not None and found.index is not None and found.weights.shape == weights.shape
         out["weights"] = torch.where(ends, weights, found.weights) if same else weights  # type: ignore[arg-type]
         out["index"] = torch.where(ends, index, found.index) if same else index  # type: ignore[arg-type]
-    return Moments(**out)
+    return Moments(**out, prior=found.prior)
 
 
 def denoiser(s: State) -> Tensor:
@@ -158,7 +160,11 @@ def divergence(s: State) -> Tensor:
 def entropy(s: State) -> Tensor:
     assert s.found.mean is not None and s.found.square is not None and s.found.prior is not None
     mean_logit = (s.y * s.found.mean).sum(-1) - 0.5 * (s.b * s.found.square).sum(-1) + s.found.prior
-    return s.found.lse - mean_logit
+    value = s.found.lse - mean_logit
+    if s.nearest is None or s.nearest.weights is None or s.ends is None:
+        return value
+    tied = s.nearest.weights
+    return torch.where(s.ends.squeeze(-1), -torch.xlogy(tied, tied).sum(-1), value)
 
 
 FORMULAS: dict[str, Callable[[State], Tensor]] = {

@@ -15,36 +15,25 @@ x - alpha c and all differences are formed in float64 (where the device has it),
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from nwflow._frame import Frame, FrameCache, length_scales
-from nwflow._moments import (  # fmt: skip
-    FORMULAS,
-    MOMENTS,
-    NEEDS_SIGMA,
-    VECTORS,
-    Attribution,
-    Posterior,
-    State,
-    at_limit,
-    wanted,
-)
-from nwflow.kernel.autograd import KeyCache, eager, engine_keys, run, solve, transforming
-from nwflow.kernel.posterior import Moments, Want, stacked
-from nwflow.kernel.rescore import nearest
+from nwflow._evaluation import Evaluation
+from nwflow._frame import length_scales
+from nwflow._moments import FORMULAS, MOMENTS, NEEDS_SIGMA, VECTORS, Attribution, Posterior, State, wanted
+from nwflow.kernel.autograd import KeyCache, eager, solve
+from nwflow.kernel.posterior import Want
 from nwflow.metric import Metric, Smoothing, as_smoothing
-from nwflow.paths import CondOT, Path, Schedule, broadcast_schedule, is_vmapped
+from nwflow.paths import CondOT, Path
 from nwflow.support import Support
 
 _FURTHER = ("n_eff", "covariance_trace")
 
 
-class NWField(nn.Module):
+class NWField(Evaluation):
     """The field that a support induces under a Gaussian path: a Nadaraya-Watson smoother of its points.
 
     Args:
@@ -76,48 +65,13 @@ class NWField(nn.Module):
         (tensor([[0.7616]], dtype=torch.float64), tensor([1.2658], dtype=torch.float64))
     """
 
-    points: Tensor
-    log_weights: Tensor
-    rows: Tensor
-
     def __init__(self, support: Support | Any, path: Path | None = None, metric: Metric | None = None,
                  smoothing: Smoothing | float | None = None, accuracy: float | None = 1e-5) -> None:  # fmt: skip
-        super().__init__()
-        support = support if isinstance(support, Support) else Support(support)
-        self.path = CondOT() if path is None else path
-        if not isinstance(self.path, Path):
+        if path is not None and not isinstance(path, Path):
             raise TypeError(f"path: expected a nwflow Path such as CondOT(), got {type(path).__name__}")
+        support = support if isinstance(support, Support) else Support(support)
+        super().__init__(support, CondOT() if path is None else path, metric, as_smoothing(smoothing))
         self.accuracy = _tolerance(accuracy)
-        self.metric, self.smoothing = metric, as_smoothing(smoothing)
-        self._describe(support)
-        for name, part in (("metric", metric), ("smoothing", self.smoothing)):
-            if part is not None and part.d not in (None, self.d):
-                raise ValueError(f"{name}: expected one over d = {self.d} coordinates, got d = {part.d}")
-        self._cache, self._frames = KeyCache(), FrameCache()
-
-    def _describe(self, support: Support) -> None:
-        """Take the support's tensors over as buffers; of one set only the points with mass are kept."""
-        self._source, self.is_batch, self.event_shape = support, support.is_batch, support.event_shape
-        self.d, self.m = support.d, support.m
-        self.slots: Tensor | None = None
-        points, log_weights, rows = support.points, support.log_weights, support.rows
-        if not self.is_batch and not bool(support.valid.all()):
-            self.slots = support.valid.nonzero().squeeze(-1)
-            points, log_weights, rows = points[self.slots], log_weights[self.slots], rows[self.slots]
-        if isinstance(points, nn.Parameter):
-            self.points = points
-        else:
-            self.register_buffer("points", points)
-        self.register_buffer("log_weights", log_weights)
-        self.register_buffer("rows", rows)
-
-    @property
-    def support(self) -> Support:
-        """The support, on the device and in the dtype of the field."""
-        s = self._source
-        return s if s.points.device == self.points.device and s.dtype == self.points.dtype else s.to(
-            self.points.device, self.points.dtype
-        )  # fmt: skip
 
     def extra_repr(self) -> str:
         return f"{self._source!r}, {self.path!r}, accuracy={self.accuracy}"
@@ -225,16 +179,17 @@ class NWField(nn.Module):
         if s.frame.diagonal is not None:
             return s.trace(s.frame.diagonal.square().reciprocal())
         mean = s.frame.back(s.found.mean)  # type: ignore[arg-type]
-        second = self._weights(s) @ (self._stacked().to(mean.dtype) - s.frame.centre).square().sum(-1, keepdim=True)
-        return second.squeeze(-1) - mean.square().sum(-1)
+        points, _, shift, scale = self._engine(s.frame)
+        square = s.frame.back((points.to(mean.dtype) - shift) * scale).square().sum(-1, keepdim=True)
+        return (self._weights(s) @ square).squeeze(-1) - mean.square().sum(-1)
 
     @eager
     def weights(self, x: Tensor, t: float | Tensor) -> Tensor:
         """All weights w_i(x, t), ``(*batch, m)``, 0 for masked points; the output alone takes n m numbers."""
         s = self._solve(x, t, Want(), refuse=())
         w = self._weights(s)
-        if self.slots is not None:
-            w = w.new_zeros(*w.shape[:-1], self.m).index_copy(-1, self.slots.to(w.device), w)
+        if (slots := self._frames.slots) is not None:
+            w = w.new_zeros(*w.shape[:-1], self.m).index_copy(-1, slots, w)
         return w.reshape(*s.batch, self.m).to(torch.promote_types(x.dtype, torch.float32))
 
     def _weights(self, s: State) -> Tensor:
@@ -255,14 +210,16 @@ class NWField(nn.Module):
         if not isinstance(k, int) or k < 1:
             raise ValueError(f"k: expected an integer of at least 1, got {k!r}")
         with torch.no_grad():
-            s = self._solve(x, t, Want(mean=False, top=min(k, self._stacked().shape[-2])), refuse=())
+            s = self._solve(x, t, Want(mean=False, top=min(k, self.m)), refuse=())
+            prior = self._engine(s.frame)[1]
         assert s.found.index is not None and s.found.weights is not None
         index, w = s.found.index, s.found.weights.clamp(max=1.0)
         rows = self.rows if self.is_batch else self.rows[None]
-        rows = torch.gather(rows[:, None].expand(-1, index.shape[1], -1), 2, index.clamp(min=0))
-        rows = rows.masked_fill(index < 0, -1)
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        shape = (*s.batch, index.shape[-1])
+        rows = rows if self._frames.slots is None else rows[:, self._frames.slots]
+        at = index.clamp(min=0)
+        rows, prior = (v[:, None].expand(-1, at.shape[1], -1).gather(2, at) for v in (rows, prior))
+        rows = rows.masked_fill((index < 0) | (prior == -torch.inf), -1)
+        dtype, shape = torch.promote_types(x.dtype, torch.float32), (*s.batch, index.shape[-1])
         return Attribution(rows.view(shape), w.to(dtype).view(shape), w.sum(-1).clamp(max=1.0).to(dtype).view(s.batch))
 
     def prior(self, z: Tensor, t: float = 0.0) -> Tensor:
@@ -287,110 +244,6 @@ class NWField(nn.Module):
         with torch.no_grad():
             frame = self._frame()
             return length_scales(frame, *self._engine(frame), quantile, probes)
-
-    def _flat(self, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-        """``(T or 1, n, d)`` and the batch shape; refuses what does not fit."""
-        if not isinstance(x, Tensor):
-            raise TypeError(f"x: expected a torch.Tensor, got {type(x).__name__}")
-        if not x.is_floating_point():
-            raise TypeError(f"x: expected a floating dtype, got {x.dtype}; convert integers with x.float()")
-        k = len(self.event_shape)
-        if x.ndim < k or tuple(x.shape[x.ndim - k :]) != self.event_shape:
-            raise ValueError(
-                f"x: expected shape (*batch, *event) with event {self.event_shape}, got {tuple(x.shape)}: "
-                f"queries and support must have the same width"
-            )
-        batch = tuple(x.shape[: x.ndim - k])
-        tasks = self.points.shape[0] if self.is_batch else None
-        if tasks is not None and (len(batch) != 2 or batch[0] != tasks):
-            raise ValueError(f"x: expected (T, n, *event) with T = {tasks} tasks, got {tuple(x.shape)}")
-        if x.device != self.points.device:
-            raise ValueError(f"x: expected a tensor on {self.points.device} as the support, got {x.device}")
-        return x.reshape(tasks or 1, -1 if x.numel() else math.prod(batch[1:] if tasks else batch), self.d), batch
-
-    def _schedule(self, t: float | Tensor, batch: tuple[int, ...]) -> Schedule:
-        """alpha, sigma and derivatives as ``(T or 1, n or 1, 1)`` on the field's device."""
-        at = broadcast_schedule(self.path, t, batch, 1, tasks=self.is_batch)
-        values = []
-        for v in (at.alpha, at.sigma, at.d_alpha, at.d_sigma):
-            v = v.to(self.points.device)
-            if v.ndim == 0:
-                values.append(v.view(1, 1, 1))
-            else:
-                values.append(v if self.is_batch else v.expand(*batch, 1).reshape(1, -1, 1))
-        return Schedule(*values)
-
-    def _compute(self, x: Tensor) -> torch.dtype:
-        """Dtype of the cheap pass: float64 for float64 queries, else float32."""
-        return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-    def _stacked(self) -> Tensor:
-        """Points as ``(T or 1, m, d)``."""
-        p = self.points if self.is_batch else self.points[None]
-        return p.reshape(p.shape[0], p.shape[1], self.d)
-
-    def _frame(self) -> Frame:
-        return self._frames.frame(self.points, self.log_weights, self.d, self.metric, self.smoothing)
-
-    def _engine(self, frame: Frame) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return self._frames.engine(frame, self._stacked(), self.log_weights)
-
-    def _solve(self, x: Tensor, t: float | Tensor, want: Want, refuse: Iterable[str], each: bool = False) -> State:
-        """Evaluate the engine at ``(x, t)``; ``refuse`` names what does not exist at sigma = 0."""
-        flat, batch = self._flat(x)
-        frame, at = self._frame(), self._schedule(t, batch)
-        z = frame.into(flat.to(frame.centre.dtype) - at.alpha * frame.centre)
-        variance = at.sigma.square() + at.alpha.square() * frame.spread
-        ends = self._ends(variance, tuple(refuse), t)
-        safe = variance if ends is None else torch.where(ends, 1.0, variance)
-        engine_variance = safe / frame.unit**2
-        y, b = at.alpha * z / engine_variance, at.alpha.square() / engine_variance
-        if each and frame.diagonal is not None and max(frame.diagonal.numel(), b.shape[-1]) > 1:
-            b = b.expand(*b.shape[:-1], self.d)
-        found = self._moments(y, b, frame, want, x)
-        near = None
-        if ends is not None:
-            near = self._nearest(z / at.alpha, frame, x)
-            found = at_limit(found, near, ends, want)
-        return State(at, frame, batch, z, variance, y, b, found, self.smoothing is not None, near, ends)
-
-    def _ends(self, variance: Tensor, refuse: tuple[str, ...], t: Any) -> Tensor | None:
-        """Where the noise vanishes, ``(T or 1, n or 1, 1)``, or None; raises if something asked for does not exist."""
-        if is_vmapped(variance):
-            return None
-        ends = (variance == 0.0).any(-1, keepdim=True)
-        if not bool(ends.any()):
-            return None
-        if self.smoothing is not None and not bool((variance == 0.0).all(-1, keepdim=True)[ends].all()):
-            raise ValueError(
-                "t: sigma = 0 and the smoothing covariance is singular; expected a positive definite one there"
-            )
-        if refuse:
-            raise ValueError(
-                f"t: {', '.join(refuse)} do not exist at sigma = 0 (t = 1 on {self.path!r}); expected a smaller time, "
-                f"a path with sigma_min > 0 or a smoothed support. denoise() gives the nearest point there"
-            )
-        return ends
-
-    def _moments(self, y: Tensor, b: Tensor, frame: Frame, want: Want, x: Tensor) -> Moments:
-        points, log_prior, shift, scale = self._engine(frame)
-        compute, tracked = (
-            self._compute(x),
-            torch.is_grad_enabled() and any(v.requires_grad for v in (y, b, points, log_prior)),
-        )
-        if not tracked and not transforming():
-            return run(self._cache, y, b, points, log_prior, shift, scale, compute, self.accuracy, want)
-        cache = KeyCache() if points.requires_grad or transforming() else self._cache
-        lse, o = solve(cache, y, b, points, log_prior, shift, scale, compute, self.accuracy)
-        return Moments(lse, o[..., : self.d], -2.0 * o[..., self.d : -1], o[..., -1])
-
-    def _nearest(self, c: Tensor, frame: Frame, x: Tensor) -> Moments:
-        """Nearest points to ``c`` ``(T, n, d)``, which is the limit of vanishing sigma."""
-        with torch.no_grad():
-            keys = engine_keys(self._cache, *self._engine(frame), self._compute(x))
-            if keys.points.ndim == 3:
-                return nearest(c, keys, Want(top=keys.m))
-            return stacked(nearest(c[0], keys, Want(top=keys.m)))
 
 
 def _tolerance(accuracy: float | None) -> float | None:

@@ -119,13 +119,13 @@ class DiagonalMetric(Metric):
         return self.precision.sqrt()
 
     def whiten(self, x: Tensor) -> Tensor:
-        return x * self.scale
+        return x * self.scale.to(x)
 
     def unwhiten(self, z: Tensor) -> Tensor:
-        return z / self.scale
+        return z / self.scale.to(z)
 
     def pull(self, g: Tensor) -> Tensor:
-        return g * self.scale
+        return g * self.scale.to(g)
 
     def log_det(self, d: int) -> Tensor:
         return 0.5 * self.precision.log().expand(d).sum()
@@ -181,13 +181,13 @@ class FullMetric(Metric):
         return cls(torch.linalg.inv(shrunk_covariance(support, shrinkage)))
 
     def whiten(self, x: Tensor) -> Tensor:
-        return x @ self.root.mT
+        return x @ self.root.mT.to(x)
 
     def unwhiten(self, z: Tensor) -> Tensor:
-        return z @ self.inverse_root.mT
+        return z @ self.inverse_root.mT.to(z)
 
     def pull(self, g: Tensor) -> Tensor:
-        return g @ self.root
+        return g @ self.root.to(g)
 
     def log_det(self, d: int) -> Tensor:
         return torch.linalg.slogdet(self.root).logabsdet
@@ -235,16 +235,17 @@ class LowRankMetric(Metric):
         return cls(torch.full((d,), rest, dtype=x.dtype), f, of="covariance")
 
     def _stretch(self, x: Tensor, gain: Tensor) -> Tensor:
-        return x + ((x @ self.directions) * (gain - 1.0)) @ self.directions.mT
+        v = self.directions.to(x)
+        return x + ((x @ v) * (gain.to(x) - 1.0)) @ v.mT
 
     def whiten(self, x: Tensor) -> Tensor:
-        return self._stretch(x * self.outer, self.gain)
+        return self._stretch(x * self.outer.to(x), self.gain)
 
     def unwhiten(self, z: Tensor) -> Tensor:
-        return self._stretch(z, 1.0 / self.gain) / self.outer
+        return self._stretch(z, 1.0 / self.gain) / self.outer.to(z)
 
     def pull(self, g: Tensor) -> Tensor:
-        return self._stretch(g, self.gain) * self.outer
+        return self._stretch(g, self.gain) * self.outer.to(g)
 
     def log_det(self, d: int) -> Tensor:
         return self.outer.log().sum() + self.gain.log().sum()

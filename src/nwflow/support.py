@@ -67,6 +67,7 @@ class Support:
     labels: Int64[Tensor, "*set"] | None
     label_names: tuple[Label, ...] | None
     rows: Int64[Tensor, "*set"]
+    raw_weights: Tensor | None  # as given, before they are normalised
     is_batch: bool
     n_dropped: int
     notes: tuple[str, ...]
@@ -165,11 +166,11 @@ class Support:
         if points.shape[0] == 0:
             raise ValueError(f"points: no references{fewer}")
         if mask is not None:
-            points = torch.where(mask.reshape(mask.shape + (1,) * (points.ndim - lead)), points, 0)
             rows = torch.where(mask, rows, -1)
+            if not isinstance(points, torch.nn.Parameter):  # the field zeroes these at each evaluation
+                points = torch.where(mask.reshape(mask.shape + (1,) * (points.ndim - lead)), points, 0)
         self.points, self.mask, self.rows, self.labels, self.label_names = points, mask, rows, labels, label_names
-        self.is_batch, self.n_dropped, self.notes = lead == 2, n_dropped, tuple(notes)
-        self._raw = raw
+        self.is_batch, self.n_dropped, self.notes, self.raw_weights = lead == 2, n_dropped, tuple(notes), raw
         real = torch.ones_like(rows, dtype=torch.bool) if mask is None else mask
         ones = torch.ones_like(rows, dtype=torch.promote_types(points.dtype, torch.float32))
         self.valid, self.weights, self.log_weights = prior(ones if raw is None else raw, real, fewer)
@@ -177,7 +178,7 @@ class Support:
     @property
     def is_uniform(self) -> bool:
         """True where no weights were given."""
-        return self._raw is None
+        return self.raw_weights is None
 
     @property
     def event_shape(self) -> tuple[int, ...]:
@@ -300,10 +301,10 @@ class Support:
         if dtype is not None and known(~torch.isfinite(points).all()):
             largest = float(self.points.detach().abs().amax())
             raise ValueError(f"dtype: points up to {largest:g} overflow in {_name(dtype)}")
-        raw = (
-            self._raw if self._raw is None or dtype is None else self._raw.to(torch.promote_types(dtype, torch.float32))
-        )
-        return self._copy(points, raw, self.labels, self.mask, self.rows)
+        raw = self.raw_weights
+        if raw is not None and dtype is not None:
+            raw = raw.to(torch.promote_types(dtype, torch.float32))
+        return self.rebuilt(points, raw, self.labels, self.mask, self.rows)
 
     def select(self, index: Any) -> Support:
         """The points of one set at ``index`` (long indices or a boolean mask over slots), ``rows`` kept.
@@ -313,16 +314,16 @@ class Support:
         if self.is_batch:
             raise ValueError("select: expected one set, got tasks; take one with .task(i)")
         index = convert.to_tensor(index, "index").to(self.device)
-        raw, labels, mask = (None if v is None else v[index] for v in (self._raw, self.labels, self.mask))
-        return self._copy(self.points[index], raw, labels, mask, self.rows[index])
+        raw, labels, mask = (None if v is None else v[index] for v in (self.raw_weights, self.labels, self.mask))
+        return self.rebuilt(self.points[index], raw, labels, mask, self.rows[index])
 
     def task(self, i: int) -> Support:
         """One task as a set of its own, without its padding."""
         if not self.is_batch or self.mask is None:
             raise ValueError("task: expected tasks, made by Support.batch")
         real = self.mask[i].nonzero().squeeze(1)
-        raw, labels = (None if v is None else v[i][real] for v in (self._raw, self.labels))
-        return self._copy(self.points[i][real], raw, labels, None, self.rows[i][real], lead=1)
+        raw, labels = (None if v is None else v[i][real] for v in (self.raw_weights, self.labels))
+        return self.rebuilt(self.points[i][real], raw, labels, None, self.rows[i][real], lead=1)
 
     def given(self, labels: Any) -> Support:
         """The part of the support that carries one of ``labels`` (original values), prior weights renormalised.
@@ -341,13 +342,15 @@ class Support:
         if not bool((left := chosen.any(-1)).all()):
             where = f"task {int((~left).nonzero()[0])}" if self.is_batch else "this support"
             raise ValueError(f"labels: {where} has no point labelled {wanted}")
-        return (
-            self._copy(self.points, self._raw, self.labels, chosen, self.rows) if self.is_batch else self.select(chosen)
-        )
+        if not self.is_batch:
+            return self.select(chosen)
+        return self.rebuilt(self.points, self.raw_weights, self.labels, chosen, self.rows)
 
-    def _copy(self, points: Tensor, raw: Any, labels: Any, mask: Any, rows: Tensor, lead: int | None = None) -> Support:
-        new = Support.__new__(Support)
-        lead = lead or (2 if self.is_batch else 1)
+    def rebuilt(
+        self, points: Tensor, raw: Any, labels: Any, mask: Any, rows: Tensor, lead: int | None = None
+    ) -> Support:
+        """A support of these tensors with the names, notes and counts of this one."""
+        new, lead = Support.__new__(Support), lead or (2 if self.is_batch else 1)
         new._build(
             points, raw, labels, mask, rows,
             notes=self.notes, lead=lead, label_names=self.label_names, n_dropped=self.n_dropped,

@@ -11,7 +11,7 @@ and Mary, 2019). Weights whose logits are within delta of the exact ones are wit
 1. delta(float32) <= tol: the float32 pass is good enough.
 2. Otherwise the points that can matter, l_i >= max l - log(m / tol) - 2 delta with the *proven* delta, are
    found by a float32 pass without values. All others together weigh less than tol / 2. A list of at most m / 64 is
-   re-scored by direct float64 differences -b (z - y/b)^2 / 2, which have no cancellation.
+   re-scored by float64 differences from one of them (:func:`direct_logits`), which do not cancel.
 3. A longer list costs more than a float64 product (measured: a difference costs 30 to 60 times its product), so these
    queries take the streaming pass with float64 logits. A probe of some hundred points predicts which list is long.
 4. Where even delta(float64) > tol (tight clusters at the smallest bandwidths) every point of the float64 list is
@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from nwflow.kernel.posterior import (
+    CLAMP,
     KEY_BLOCK,
     QUERY_BLOCK,
     Keys,
@@ -162,7 +163,8 @@ def _routed(y: Tensor, b: Tensor, keys: Keys, want: Want, tol: float) -> Moments
             rows = rows[~found.overflow]
             if rows.numel():
                 groups.append((rows, _rescored(*_take(y, b, rows), keys, want, found, tol)))
-        hard = bound64.estimate.expand(n)[long] > tol
+        size = bound64.estimate.expand(n)[long]
+        hard = (size > tol) & torch.isfinite(size)  # what is not a number stays so at once
         for part, route in ((long[~hard], _product), (long[hard], _differences)):
             if part.numel():
                 groups.append((part, route(*_take(y, b, part), keys, want, tol)))
@@ -232,6 +234,9 @@ def shortlist(y: Tensor, b: Tensor, keys: Keys, dtype: torch.dtype, margin: Tens
         if row.numel():
             found.append((row, col + j, lg[row, col]))
             count += torch.bincount(row, minlength=n)
+    if not found:  # nothing is above NaN
+        empty = torch.zeros(0, 1, dtype=torch.long, device=y.device)
+        return Shortlist(empty, empty.bool(), torch.ones_like(count, dtype=torch.bool))
     return _pad_lists(found, highest - margin, limit, count > 4 * limit)
 
 
@@ -256,32 +261,42 @@ def _pad_lists(found: list[tuple[Tensor, Tensor, Tensor]], least: Tensor, limit:
     return Shortlist(index, real, overflow)
 
 
-def direct_logits(y: Tensor, b: Tensor, z: Tensor, log_prior: Tensor) -> tuple[Tensor, Tensor]:
-    """log pi - b (z - y/b)^2 / 2 for ``z`` ``(n, k, d)``, and the constant y^2 / 2b that completes l, ``(n,)``."""
-    centre = y / b
-    l0 = log_prior - 0.5 * ((z - centre[..., None, :]).square_() * b[..., None, :]).sum(-1)
-    return l0, 0.5 * (centre * y).sum(-1)
+def direct_logits(y: Tensor, b: Tensor, z: Tensor, anchor: Tensor, log_prior: Tensor) -> tuple[Tensor, ...]:
+    """Logits of ``z`` ``(n, k, d)`` by differences from one point z_0, ``anchor`` ``(n, d)``:
+
+        l_i - l_0 = log pi_i + delta . (b e - b delta / 2),    delta = z_i - z_0,    e = y / b - z_0.
+
+    Nothing large cancels: near the support e is small, far from it delta is. Returns ``(n, k)`` logits, l_0 ``(n,)``,
+    and per pair the size whose rounding is their error, ``(n, k)``.
+    """
+    pull = y - b * anchor
+    delta = z - anchor[..., None, :]
+    square = (delta.square() @ b[..., None]).squeeze(-1) if b.shape[-1] > 1 else delta.square().sum(-1) * b
+    lg = log_prior + (delta @ pull[..., None]).squeeze(-1) - 0.5 * square
+    length = (pull.square() / b).sum(-1).sqrt()[..., None]  # |e| and |delta| in the norm of b
+    return lg, (anchor * (y - 0.5 * b * anchor)).sum(-1), length * square.sqrt() + square
 
 
-def _listed(y: Tensor, b: Tensor, z: Tensor, log_prior: Tensor, index: Tensor, real: Tensor, want: Want) -> Partial:
-    """Partial sums over one list per query by direct differences; padding is zeroed, not only its logits."""
-    lg, constant = direct_logits(y, b, z, log_prior)
+def _listed(y: Tensor, b: Tensor, z: Tensor, anchor: Tensor, log_prior: Tensor, index: Tensor, real: Tensor,
+            want: Want) -> tuple[Partial, Tensor]:  # fmt: skip
+    """Partial sums over one list per query by differences, and their error; padding is zeroed, not only its logits."""
+    lg, constant, size = direct_logits(y, b, z, anchor, log_prior)
     lg = lg.masked_fill(~real, -torch.inf)
     maximum = lg.amax(-1, keepdim=True)
+    error = size.masked_fill(~real | (lg < maximum + CLAMP), 0.0).amax(-1)
     e = torch.exp(lg - maximum).masked_fill(~real, 0.0)
-    r = b.shape[-1]
     k = min(want.top, e.shape[-1])
     top, order = (lg + constant[:, None]).topk(k, -1) if k else (None, None)
+    f = z.square() if b.shape[-1] > 1 else z.square().sum(-1, keepdim=True)
     return Partial(
         maximum + constant[:, None],
         e.sum(-1, keepdim=True),
         first=torch.bmm(e[:, None], z).squeeze(1) if want.mean else None,
-        square=torch.bmm(e[:, None], z.square() if r > 1 else z.square().sum(-1, keepdim=True)).squeeze(1)
-        if want.square else None,
+        square=torch.bmm(e[:, None], f).squeeze(1) if want.square else None,
         prior=(e * log_prior.masked_fill(~real, 0.0)).sum(-1, keepdim=True) if want.prior else None,
         mass2=e.square().sum(-1, keepdim=True) if want.mass2 else None,
         top=top, index=None if order is None else index.gather(-1, order),
-    )  # fmt: skip
+    ), (y.shape[-1] + 8.0) * torch.finfo(y.dtype).eps * error  # fmt: skip
 
 
 def _rescored(y: Tensor, b: Tensor, keys: Keys, want: Want, found: Shortlist, tol: float) -> Moments:
@@ -298,12 +313,11 @@ def _rescored(y: Tensor, b: Tensor, keys: Keys, want: Want, found: Shortlist, to
         k = int(length[rows[-1]])
         index, real = found.index[rows, :k], found.real[rows, :k]
         yr, br = y[rows], b if b.shape[0] == 1 else b[rows]
-        parts.append(finish(_listed(yr, br, keys.gather(index), keys.log_prior[index], index, real, want)))
+        z = keys.gather(index)
+        sums, error = _listed(yr, br, z, z[:, 0], keys.log_prior[index], index, real, want)
+        parts.append(replace(finish(sums), error=error + 0.5 * tol, proven=torch.ones_like(error, dtype=torch.bool)))
         i = j
-    moments = _assemble(parts, order)
-    size = (y.shape[-1] + 8.0) * torch.finfo(keys.work).eps * math.log(2.0 * keys.m / tol)
-    error = torch.full_like(moments.lse, 0.5 * tol + size)
-    return replace(moments, error=error, proven=torch.ones_like(error, dtype=torch.bool))
+    return _assemble(parts, order)
 
 
 def _product(y: Tensor, b: Tensor, keys: Keys, want: Want, tol: float) -> Moments:
@@ -324,28 +338,27 @@ def _differences(y: Tensor, b: Tensor, keys: Keys, want: Want, tol: float) -> Mo
         for i in range(y.shape[0])
     ]
     moments = _assemble(parts, None)
-    error = torch.full_like(moments.lse, 0.5 * tol)
-    return replace(moments, error=error, proven=torch.ones_like(error, dtype=torch.bool))
+    assert moments.error is not None
+    return replace(moments, error=moments.error + 0.5 * tol)
 
 
 def _direct_all(y: Tensor, b: Tensor, keys: Keys, want: Want, index: Tensor | None = None) -> Moments:
-    """Direct differences of every query to every point (or to ``index``), tasks one by one, memory bounded."""
+    """Differences of every query to every point (or to ``index``), tasks one by one, memory bounded."""
     if y.ndim == 3:
         return _one_by_one(y, b, keys, lambda yi, bi, ki: _direct_all(yi, bi, ki, want))
     index = torch.arange(keys.m, device=y.device) if index is None else index
-    step = max(1, PAIRS // (y.shape[-1] * max(1, y.shape[0])))
-    total: Partial | None = None
+    start = finish(stream(y, b, keys, Want(mean=False, top=1), keys.work, keys.work)).index
+    assert start is not None
+    anchor, n = keys.gather(start[:, 0]), y.shape[0]
+    step = max(1, PAIRS // (y.shape[-1] * max(1, n)))
+    total, worst = None, y.new_zeros(n)
     for j in range(0, index.numel(), step):
         at = index[j : j + step]
-        z = keys.gather(at)[None].expand(y.shape[0], -1, -1)
-        wide = at[None].expand(y.shape[0], -1)
-        part = _listed(y, b, z, keys.log_prior[at][None], wide, torch.ones_like(wide, dtype=torch.bool), want)
-        total = part if total is None else merge(total, part)
+        z, wide = keys.gather(at)[None].expand(n, -1, -1), at[None].expand(n, -1)
+        part, error = _listed(y, b, z, anchor, keys.log_prior[at][None], wide, torch.ones_like(wide).bool(), want)
+        total, worst = part if total is None else merge(total, part), torch.maximum(worst, error)
     assert total is not None
-    error = (y.shape[-1] + 8.0) * torch.finfo(keys.work).eps * math.log(keys.m + 20.0)
-    moments = finish(total)
-    full = torch.full_like(moments.lse, error)
-    return replace(moments, error=full, proven=torch.ones_like(full, dtype=torch.bool))
+    return replace(finish(total), error=worst, proven=torch.ones_like(worst, dtype=torch.bool))
 
 
 def nearest(c: Tensor, keys: Keys, want: Want) -> Moments:
@@ -362,9 +375,14 @@ def nearest(c: Tensor, keys: Keys, want: Want) -> Moments:
     for i in range(c.shape[0]):
         q = c[i : i + 1]
         found = shortlist(q, one, bare, keys.work, margin[i : i + 1], margin.new_full((1,), -torch.inf), keys.m)
+        if bool(found.overflow[0]):  # not a number
+            rows.append((q[0], q[0], q[0, 0], q[0, :1], torch.full((1,), -1, device=q.device)))
+            continue
         index = found.index[0][found.real[0]]
-        far, _ = direct_logits(q, one, keys.gather(index)[None], torch.zeros_like(margin[:1]))
-        index = index[far[0] == far.amax()]
+        z = keys.gather(index)[None]
+        far, _, size = direct_logits(q, one, z, z[:, 0], torch.zeros_like(margin[:1]))
+        equal = far[0] >= far.amax() - 4.0 * torch.finfo(far.dtype).eps * size[0]
+        index = index[equal]
         w = torch.softmax(keys.log_prior[index], 0)
         z = keys.gather(index)
         top, order = w.topk(min(max(want.top, 1), index.numel()))
