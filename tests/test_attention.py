@@ -286,6 +286,14 @@ def test_lifted_attention_ignores_masked_slots():
         assert out.item() == pytest.approx(math.tanh(1.0), abs=1e-6)
 
 
+def test_lifted_attention_takes_any_number_of_leading_axes(randn):
+    x, s, mask = randn(1, 2, 3, 4), randn(1, 2, 5, 4), lengths_mask([3, 5], 5)[None]
+    out = lifted_attention(x, s, 0.5, 0.5, mask)
+    for squeezed in (out[0], lifted_attention(x[0], s[0], 0.5, 0.5, mask[0])):
+        torch.testing.assert_close(squeezed, lifted_attention(x[None], s[None], 0.5, 0.5, mask[None])[0, 0])
+    torch.testing.assert_close(out[0, 0], lifted_attention(x[0, 0], s[0, 0], 0.5, 0.5, mask[0, 0]))
+
+
 def test_lifted_attention_says_what_does_not_fit(randn):
     with pytest.raises(ValueError, match=r"batch index 1\b"):
         lifted_attention(randn(3, 2, 4), randn(3, 3, 4), 0.5, 0.5, lengths_mask([2, 0, 3], 3))

@@ -168,9 +168,11 @@ def nw_weights(
 def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout: float = 0.0) -> Tensor:
     """softmax(q k^T + bias) v by a fused kernel; columns of zeros bring all widths to one multiple of ``ALIGN``."""
     width = -(-max(q.shape[-1], v.shape[-1]) // ALIGN) * ALIGN
-    wide = (pad(u, (0, width - u.shape[-1])) for u in (q, k, v))
+    lead = (None,) * (4 - q.ndim)  # the kernels take four axes, and anything less falls back to storing n m weights
+    wide = (pad(u, (0, width - u.shape[-1]))[lead] for u in (q, k, v))
+    bias = None if bias is None else bias[lead]
     out = scaled_dot_product_attention(*wide, attn_mask=bias, dropout_p=dropout, scale=1.0)
-    return out[..., : v.shape[-1]]
+    return out[(0,) * len(lead)][..., : v.shape[-1]]
 
 
 def key_centre(k: Tensor, mask: Tensor | None) -> Tensor:
