@@ -21,8 +21,8 @@ from nwflow._frame import Frame, FrameCache
 from nwflow._moments import State, at_limit
 from nwflow._pointset import prior
 from nwflow.kernel.autograd import KeyCache, engine_keys, run, solve, stamp, transforming
+from nwflow.kernel.nearest import nearest
 from nwflow.kernel.posterior import Moments, Want, stacked
-from nwflow.kernel.rescore import nearest
 from nwflow.metric import Metric, Smoothing
 from nwflow.paths import Path, Schedule, broadcast_schedule, is_vmapped
 from nwflow.support import Support
@@ -121,7 +121,7 @@ class Evaluation(nn.Module):
 
     def _log_prior(self) -> Tensor:
         """log pi ``(*T, m)``; from the weights as given where they are learned, so that each call has its own graph."""
-        if self.raw_weights is None or not self.raw_weights.requires_grad:
+        if self.raw_weights is None or not (self.raw_weights.requires_grad or transforming()):
             return self.log_weights
         real = torch.ones_like(self.rows, dtype=torch.bool) if self.mask is None else self.mask
         return prior(self.raw_weights, real)[2]

@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from nwflow.kernel.autograd import stamp, transforming
+from nwflow.kernel.autograd import stamp, transforming, unwrapped
 from nwflow.metric import Metric, Smoothing
 from nwflow.paths import is_vmapped, working_dtype
 
@@ -122,7 +123,7 @@ class FrameCache:
         parts = [b for module in (metric, smooth) if module is not None for b in module.buffers()]
         now = stamp(plain, prior, *parts)
         if self._frame is None or now != self._stamp:
-            with torch.no_grad():
+            with torch.no_grad(), temporarily_clear_interpreter_stack():
                 p = plain.detach().reshape(-1, log_prior.shape[-1], d)
                 w = prior.detach().reshape(-1, log_prior.shape[-1]).to(working_dtype(p.device)).softmax(-1)
                 if bool((w == 0).any()):  # what a masked slot holds is nobody's business
@@ -154,14 +155,6 @@ class FrameCache:
         if fixed:
             self._engine = (frame, found)
         return found
-
-
-def unwrapped(v: Tensor) -> Tensor:
-    """The plain tensor inside functorch's wrappers."""
-    functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
-    while functorch.is_functorch_wrapped_tensor(v):
-        v = functorch.get_unwrapped(v)
-    return v
 
 
 def _weighted_mean(p: Tensor, w: Tensor) -> Tensor:

@@ -200,8 +200,7 @@ class NWField(Evaluation):
         w = torch.softmax(s.y @ z.mT - 0.5 * (s.b @ f.mT) + log_prior[:, None], -1)
         if s.nearest is None or s.nearest.index is None or s.nearest.weights is None:
             return w
-        tied = s.nearest.weights.masked_fill(s.nearest.index < 0, 0.0)
-        limit = torch.zeros_like(w).scatter_add(-1, s.nearest.index.clamp(min=0), tied)
+        limit = torch.zeros_like(w).scatter_add(-1, s.nearest.index.clamp(min=0), s.nearest.weights)
         return torch.where(s.ends, limit, w)  # type: ignore[arg-type]
 
     @eager

@@ -227,10 +227,10 @@ class LowRankMetric(Metric):
         _, s, vh = torch.linalg.svd((x - (w * x).sum(0)) * w.sqrt(), full_matrices=False)
         values = s.square()
         rest = float(values[rank:].sum()) / (d - rank)
-        if rest <= 0.0:
-            raise ValueError(
-                f"rank: the support spans only {int((values > 0).sum())} directions; expected a lower rank"
-            )
+        least = d * torch.finfo(x.dtype).eps * float(values[0])
+        if rest <= least:
+            spans = int((values > least).sum())
+            raise ValueError(f"rank: expected less than the {spans} directions that the support spans, got {rank}")
         f = vh[:rank].mT * (values[:rank] - rest).clamp(min=0.0).sqrt()
         return cls(torch.full((d,), rest, dtype=x.dtype), f, of="covariance")
 

@@ -56,11 +56,18 @@ class KeyCache:
         return keys
 
 
+def unwrapped(v: Tensor) -> Tensor:
+    """The plain tensor inside functorch's wrappers."""
+    while _functorch.is_functorch_wrapped_tensor(v):
+        v = _functorch.get_unwrapped(v)
+    return v
+
+
 def stamp(*tensors: Tensor) -> tuple[Any, ...]:
     """Equal only for the same storage in the same state: what a cache of derived tensors compares."""
     return tuple(
         (t.data_ptr(), -1 if t.is_inference() else t._version, tuple(t.shape), t.stride(), t.dtype, t.device)
-        for t in tensors
+        for t in map(unwrapped, tensors)
     )
 
 
@@ -161,17 +168,19 @@ def _sweep(block: Block, y: Tensor, b: Tensor, points: Tensor, log_prior: Tensor
     per_query: list[list[Tensor] | None] = [None] * max(1, -(-n // qb))
     per_key: list[list[Tensor]] = []
     for j in range(0, m, kb):
-        z = (points[:, j : j + kb].to(shift.dtype) - shift) * scale
-        lp = log_prior[:, j : j + kb]
+        keys = min(kb, m - j)  # narrow, not slices: a slice of everything is an alias, which legacy vmap does not know
+        z = (points.narrow(1, j, keys).to(shift.dtype) - shift) * scale
+        lp = log_prior.narrow(1, j, keys)
         valid = lp > -torch.inf
         lp, z = torch.where(valid, lp, 0.0), torch.where(valid[..., None], z, 0.0)
-        dz = None if d_points is None else d_points[:, j : j + kb].to(z.dtype) * scale
-        k, dk = _lift_keys(r, z, lp, dz, None if d_prior is None else d_prior[:, j : j + kb])
+        dz = None if d_points is None else d_points.narrow(1, j, keys).to(z.dtype) * scale
+        k, dk = _lift_keys(r, z, lp, dz, None if d_prior is None else d_prior.narrow(1, j, keys))
         sums: list[Tensor] | None = None
         for i, start in enumerate(range(0, max(n, 1), qb)):
-            q = lifted[:, start : start + qb]
-            rest = [None if v is None else v[:, start : start + qb] for v in queries]
-            w = torch.exp(q @ k.mT - lse[:, start : start + qb, None]) * valid[:, None]
+            rows = min(qb, n - start)
+            q = lifted.narrow(1, start, rows)
+            rest = [None if v is None else v.narrow(1, start, rows) for v in queries]
+            w = torch.exp(q @ k.mT - lse.narrow(1, start, rows).unsqueeze(-1)) * valid.unsqueeze(1)
             mine, theirs = block(q, k, dk, w, *rest)
             old = per_query[i]
             per_query[i] = list(mine) if old is None else [u + v for u, v in zip(old, mine, strict=True)]

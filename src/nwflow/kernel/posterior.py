@@ -74,8 +74,7 @@ class Keys:
     def task(self, i: int) -> Keys:
         """Task ``i`` alone, its masked points left out."""
         keep = slice(None) if self.valid is None else self.valid[i].nonzero().squeeze(-1)
-        shift = self.shift if self.shift.ndim < 3 else self.shift[i, 0]
-        scale = self.scale if self.scale.ndim < 3 else self.scale[i, 0]
+        shift, scale = (v if v.ndim < 3 else v[min(i, v.shape[0] - 1), 0] for v in (self.shift, self.scale))
         parts = {k: getattr(self, k)[i][keep] for k in ("points", "cheap", "square", "log_prior")}
         parts |= {k: getattr(self, k)[i] for k in ("radius", "prior_spread")}
         return replace(self, shift=shift, scale=scale, valid=None, **parts)
@@ -124,7 +123,10 @@ class Want:
 
 @dataclass(frozen=True)
 class Partial:
-    """Sums over a part of the support, relative to ``maximum``; all ``(*T, n, k)`` with k = 1, d or the top k."""
+    """Sums over a part of the support, relative to ``maximum``; all ``(*T, n, k)`` with k = 1, d or the top k.
+
+    ``keep`` is how many of the largest to keep in a merge; a part smaller than that has fewer.
+    """
 
     maximum: Tensor
     mass: Tensor
@@ -134,6 +136,7 @@ class Partial:
     mass2: Tensor | None = None
     top: Tensor | None = None
     index: Tensor | None = None
+    keep: int = 0
 
     def rescaled(self, maximum: Tensor) -> Partial:
         """The same sums relative to a larger ``maximum``."""
@@ -153,11 +156,11 @@ def merge(a: Partial, b: Partial) -> Partial:
         out[name] = None if u is None else u + v
     if a.top is not None:
         assert a.index is not None and b.top is not None and b.index is not None
-        k = max(a.top.shape[-1], b.top.shape[-1])
+        k = max(a.keep, b.keep)
         both, index = torch.cat([a.top, b.top], -1), torch.cat([a.index, b.index], -1)
         out["top"], order = both.topk(min(k, both.shape[-1]), -1)
         out["index"] = index.gather(-1, order)
-    return Partial(maximum, **out)
+    return Partial(maximum, **out, keep=max(a.keep, b.keep))
 
 
 @dataclass(frozen=True)
@@ -249,8 +252,8 @@ def stream(y: Tensor, b: Tensor, keys: Keys, want: Want, dtype: torch.dtype, val
         parts.append(_block_rows(y[..., rows, :], bi, keys, want, dtype, values, fast, key_block))
     if len(parts) == 1:
         return parts[0]
-    names = [k for k in Partial.__dataclass_fields__ if getattr(parts[0], k) is not None]
-    return Partial(**{k: torch.cat([getattr(p, k) for p in parts], -2) for k in names})
+    names = [f.name for f in fields(Partial) if isinstance(getattr(parts[0], f.name), Tensor)]
+    return replace(parts[0], **{k: torch.cat([getattr(p, k) for p in parts], -2) for k in names})
 
 
 def _block_rows(y: Tensor, b: Tensor, keys: Keys, want: Want, dtype: torch.dtype, values: torch.dtype,
@@ -297,7 +300,7 @@ def _block_rows(y: Tensor, b: Tensor, keys: Keys, want: Want, dtype: torch.dtype
     return Partial(
         maximum.to(wide), mass, total.to(wide) if want.mean else None, second if want.square else None,
         prior if want.prior else None, mass2 if want.mass2 else None,
-        None if top is None else top.to(wide), index,
+        None if top is None else top.to(wide), index, keep=want.top,
     )  # fmt: skip
 
 

@@ -88,7 +88,8 @@ def _bounded(y: Tensor, b: Tensor, keys: Keys, want: Want, dtype: torch.dtype, v
     """A streaming pass with the bound that its precision gives."""
     bound = logit_error(y, b, keys, dtype)
     moments = finish(stream(y, b, keys, want, dtype, values, fast=True))
-    return replace(moments, error=bound.estimate.expand(moments.lse.shape), proven=torch.zeros_like(moments.lse).bool())
+    error = bound.estimate.expand(moments.lse.shape) + _rounding(values, keys.m)
+    return replace(moments, error=error, proven=torch.zeros_like(moments.lse).bool())
 
 
 def _dense(y: Tensor, b: Tensor, keys: Keys, want: Want, tol: float) -> Moments:
@@ -98,58 +99,57 @@ def _dense(y: Tensor, b: Tensor, keys: Keys, want: Want, tol: float) -> Moments:
     if bool((bound.estimate > tol).any()):
         return _direct_all(y, b, keys, want)
     moments = finish(stream(y, b, keys, want, wide, wide))
-    return _labelled(moments, bound, tol)
+    return _labelled(moments, bound, tol, _rounding(wide, keys.m))
 
 
-def _labelled(moments: Moments, bound: ErrorBound, tol: float) -> Moments:
-    """Attach the proven bound where it meets ``tol`` and the estimate elsewhere."""
+def _rounding(values: torch.dtype, m: int) -> float:
+    """What float exponentials and their sums add to the error: half an ulp of the exponent, exp and mass of each."""
+    return torch.finfo(values).eps / 2 * (math.log(m) + 4.0)
+
+
+def _labelled(moments: Moments, bound: ErrorBound, tol: float, extra: float) -> Moments:
+    """Attach the proven bound where it meets ``tol`` and the estimate elsewhere, each with ``extra``."""
     proven = (bound.proven <= tol).expand(moments.lse.shape)
     error = torch.where(proven, bound.proven.expand(moments.lse.shape), bound.estimate.expand(moments.lse.shape))
-    return replace(moments, error=error, proven=proven)
+    return replace(moments, error=error + extra, proven=proven)
 
 
 def _tasks(y: Tensor, b: Tensor, keys: Keys, want: Want, tol: float) -> Moments:
     """Many small supports in one product; large ones one after another, each on its own real points."""
     if y.shape[-2] * keys.m * y.shape[-1] > SMALL:
-        return _one_by_one(y, b, keys, lambda yi, bi, ki: posterior(yi, bi, ki, want, tol))
+        return one_by_one(y, b, keys, lambda yi, bi, ki: posterior(yi, bi, ki, want, tol))
     bound = logit_error(y, b, keys, keys.cheap.dtype)
-    if bool((bound.estimate <= tol).all()):
-        return _labelled(finish(stream(y, b, keys, want, keys.cheap.dtype, keys.cheap.dtype)), bound, tol)
+    extra = _rounding(keys.cheap.dtype, keys.m)
+    if bool((bound.estimate + extra <= tol).all()):
+        return _labelled(finish(stream(y, b, keys, want, keys.cheap.dtype, keys.cheap.dtype)), bound, tol, extra)
     return _dense(y, b, keys, want, tol)
 
 
-def _one_by_one(y: Tensor, b: Tensor, keys: Keys, solve: Callable[[Tensor, Tensor, Keys], Moments]) -> Moments:
+def one_by_one(y: Tensor, b: Tensor, keys: Keys, solve: Callable[[Tensor, Tensor, Keys], Moments]) -> Moments:
     """``solve`` for every task on its real points; indices are slots of the task again afterwards."""
     parts = []
     for i in range(y.shape[0]):
         p = solve(y[i], b[i if b.shape[0] > 1 else 0], keys.task(i))
         if p.index is not None and keys.valid is not None:
-            p = replace(p, index=keys.valid[i].nonzero().squeeze(-1)[p.index])
+            slots = keys.valid[i].nonzero().squeeze(-1)
+            p = replace(p, index=torch.where(p.index < 0, -1, slots[p.index]))
         parts.append(p)
-    k = max([0] + [p.weights.shape[-1] for p in parts if p.weights is not None])
-    return _assemble([_padded(p, k) for p in parts], None, stack=True)
-
-
-def _padded(p: Moments, k: int) -> Moments:
-    """Top weights filled up to ``k`` columns with weight 0, for tasks smaller than k."""
-    if p.weights is None or p.index is None or p.weights.shape[-1] == k:
-        return p
-    extra = (0, k - p.weights.shape[-1])
-    return replace(
-        p, weights=torch.nn.functional.pad(p.weights, extra), index=torch.nn.functional.pad(p.index, extra, value=-1)
-    )
+    return _assemble(parts, None, stack=True)
 
 
 def _routed(y: Tensor, b: Tensor, keys: Keys, want: Want, tol: float) -> Moments:
     """One block of queries on one support: group them by what they need, and put the answers back in order."""
     cheap, wide, n = keys.cheap.dtype, keys.work, y.shape[0]
     bound, bound64 = logit_error(y, b, keys, cheap), logit_error(y, b, keys, wide)
-    easy = bound.estimate.expand(n) <= tol
+    extra = _rounding(cheap, keys.m)
+    easy = bound.estimate.expand(n) + extra <= tol
     groups: list[tuple[Tensor, Moments]] = []
     if bool(easy.any()):
         rows = easy.nonzero().squeeze(-1)
         yr, br = _take(y, b, rows)
-        groups.append((rows, _labelled(finish(stream(yr, br, keys, want, cheap, cheap)), _rows(bound, rows), tol)))
+        groups.append(
+            (rows, _labelled(finish(stream(yr, br, keys, want, cheap, cheap)), _rows(bound, rows), tol, extra))
+        )
     rows = (~easy).nonzero().squeeze(-1)
     if rows.numel():
         margin = 2.0 * bound.proven.expand(n) + math.log(2.0 * keys.m / tol)
@@ -184,8 +184,13 @@ def _rows(bound: ErrorBound, rows: Tensor) -> ErrorBound:
 
 
 def _assemble(parts: list[Moments], order: Tensor | None, stack: bool = False) -> Moments:
-    """Concatenate (or stack tasks of) moments and undo the grouping by ``order``."""
-    out = {}
+    """Concatenate (or stack tasks of) moments and undo the grouping by ``order``; lists of the largest weights that
+    are shorter than others are filled up with weight 0 and index -1."""
+    k, pad, out = max([0] + [p.weights.shape[-1] for p in parts if p.weights is not None]), torch.nn.functional.pad, {}
+    for i, p in enumerate(parts):
+        if p.weights is not None and p.index is not None and p.weights.shape[-1] < k:
+            more = (0, k - p.weights.shape[-1])
+            parts[i] = replace(p, weights=pad(p.weights, more), index=pad(p.index, more, value=-1))
     for f in fields(Moments):
         values = [getattr(p, f.name) for p in parts]
         if all(v is None for v in values):
@@ -267,14 +272,15 @@ def direct_logits(y: Tensor, b: Tensor, z: Tensor, anchor: Tensor, log_prior: Te
         l_i - l_0 = log pi_i + delta . (b e - b delta / 2),    delta = z_i - z_0,    e = y / b - z_0.
 
     Nothing large cancels: near the support e is small, far from it delta is. Returns ``(n, k)`` logits, l_0 ``(n,)``,
-    and per pair the size whose rounding is their error, ``(n, k)``.
+    and a proven bound of each logit's error, ``(n, k)``.
     """
-    pull = y - b * anchor
-    delta = z - anchor[..., None, :]
-    square = (delta.square() @ b[..., None]).squeeze(-1) if b.shape[-1] > 1 else delta.square().sum(-1) * b
-    lg = log_prior + (delta @ pull[..., None]).squeeze(-1) - 0.5 * square
-    length = (pull.square() / b).sum(-1).sqrt()[..., None]  # |e| and |delta| in the norm of b
-    return lg, (anchor * (y - 0.5 * b * anchor)).sum(-1), length * square.sqrt() + square
+    pull, delta, wide = y - b * anchor, z - anchor[..., None, :], b[..., None, :]
+    half = pull[..., None, :] - 0.5 * wide * delta
+    lg = log_prior + (delta * half).sum(-1)
+    far, across = (delta.square() * wide).sum(-1).sqrt(), (half.square() / wide).sum(-1).sqrt()  # in the norm of b
+    size = 4.0 * far * ((pull.square() / b).sum(-1).sqrt()[..., None] + far) + (y.shape[-1] + 8.0) * far * across
+    constant = (anchor * (y - 0.5 * b * anchor)).sum(-1)
+    return lg, constant, 0.5 * torch.finfo(y.dtype).eps * size
 
 
 def _listed(y: Tensor, b: Tensor, z: Tensor, anchor: Tensor, log_prior: Tensor, index: Tensor, real: Tensor,
@@ -295,8 +301,8 @@ def _listed(y: Tensor, b: Tensor, z: Tensor, anchor: Tensor, log_prior: Tensor, 
         square=torch.bmm(e[:, None], f).squeeze(1) if want.square else None,
         prior=(e * log_prior.masked_fill(~real, 0.0)).sum(-1, keepdim=True) if want.prior else None,
         mass2=e.square().sum(-1, keepdim=True) if want.mass2 else None,
-        top=top, index=None if order is None else index.gather(-1, order),
-    ), (y.shape[-1] + 8.0) * torch.finfo(y.dtype).eps * error  # fmt: skip
+        top=top, index=None if order is None else index.gather(-1, order), keep=want.top,
+    ), error  # fmt: skip
 
 
 def _rescored(y: Tensor, b: Tensor, keys: Keys, want: Want, found: Shortlist, tol: float) -> Moments:
@@ -324,8 +330,10 @@ def _product(y: Tensor, b: Tensor, keys: Keys, want: Want, tol: float) -> Moment
     """Float64 logits; values in the cheap dtype unless the bandwidth is so small that x - alpha D would show it."""
     wide, d = keys.work, y.shape[-1]
     reach = float(b.amax().sqrt() * keys.radius) / math.sqrt(d)
-    values = keys.cheap.dtype if reach < (20.0 if want.square else 80.0) else wide
-    return _labelled(finish(stream(y, b, keys, want, wide, values)), logit_error(y, b, keys, wide), tol)
+    values = keys.cheap.dtype if reach < (20.0 if want.square else 80.0) and not want.prior else wide
+    return _labelled(
+        finish(stream(y, b, keys, want, wide, values)), logit_error(y, b, keys, wide), tol, _rounding(values, keys.m)
+    )
 
 
 def _differences(y: Tensor, b: Tensor, keys: Keys, want: Want, tol: float) -> Moments:
@@ -345,7 +353,7 @@ def _differences(y: Tensor, b: Tensor, keys: Keys, want: Want, tol: float) -> Mo
 def _direct_all(y: Tensor, b: Tensor, keys: Keys, want: Want, index: Tensor | None = None) -> Moments:
     """Differences of every query to every point (or to ``index``), tasks one by one, memory bounded."""
     if y.ndim == 3:
-        return _one_by_one(y, b, keys, lambda yi, bi, ki: _direct_all(yi, bi, ki, want))
+        return one_by_one(y, b, keys, lambda yi, bi, ki: _direct_all(yi, bi, ki, want))
     index = torch.arange(keys.m, device=y.device) if index is None else index
     start = finish(stream(y, b, keys, Want(mean=False, top=1), keys.work, keys.work)).index
     assert start is not None
@@ -359,38 +367,3 @@ def _direct_all(y: Tensor, b: Tensor, keys: Keys, want: Want, index: Tensor | No
         total, worst = part if total is None else merge(total, part), torch.maximum(worst, error)
     assert total is not None
     return replace(finish(total), error=worst, proven=torch.ones_like(worst, dtype=torch.bool))
-
-
-def nearest(c: Tensor, keys: Keys, want: Want) -> Moments:
-    """The limit of vanishing bandwidth: points nearest to ``c`` ``(*T, n, d)``, equally near ones sharing by prior.
-
-    A shortlist by float64 products is decided by direct differences; ``lse`` and the error fields are not defined.
-    """
-    one = torch.ones(1, 1, dtype=keys.work, device=c.device)
-    if c.ndim == 3:
-        return _one_by_one(c, one[None], keys, lambda yi, bi, ki: nearest(yi, ki, want))
-    bare = replace(keys, log_prior=torch.zeros_like(keys.log_prior), prior_spread=torch.zeros_like(keys.prior_spread))
-    margin = 2.0 * logit_error(c, one, bare, keys.work).proven
-    rows = []
-    for i in range(c.shape[0]):
-        q = c[i : i + 1]
-        found = shortlist(q, one, bare, keys.work, margin[i : i + 1], margin.new_full((1,), -torch.inf), keys.m)
-        if bool(found.overflow[0]):  # not a number
-            rows.append((q[0], q[0], q[0, 0], q[0, :1], torch.full((1,), -1, device=q.device)))
-            continue
-        index = found.index[0][found.real[0]]
-        z = keys.gather(index)[None]
-        far, _, size = direct_logits(q, one, z, z[:, 0], torch.zeros_like(margin[:1]))
-        equal = far[0] >= far.amax() - 4.0 * torch.finfo(far.dtype).eps * size[0]
-        index = index[equal]
-        w = torch.softmax(keys.log_prior[index], 0)
-        z = keys.gather(index)
-        top, order = w.topk(min(max(want.top, 1), index.numel()))
-        rows.append((w @ z, w @ z.square(), 1.0 / w.square().sum(), top, index[order]))
-    k = max([r[3].numel() for r in rows], default=1)
-    empty = c.new_zeros(0, c.shape[-1]), c.new_zeros(0, c.shape[-1]), c.new_zeros(0)
-    mean, square, n_eff = (torch.stack(v) for v in list(zip(*rows, strict=True))[:3]) if rows else empty
-    pad = torch.nn.functional.pad
-    weights = torch.stack([pad(r[3], (0, k - r[3].numel())) for r in rows]) if rows else c.new_zeros(0, k)
-    index = torch.stack([pad(r[4], (0, k - r[4].numel()), value=-1) for r in rows]) if rows else weights.long()
-    return Moments(torch.full_like(n_eff, torch.nan), mean, square, None, n_eff, weights, index)
