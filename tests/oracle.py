@@ -88,15 +88,18 @@ def field(x: Tensor, t, points: Tensor, path, prior=None, metric=None, smoothing
     return SimpleNamespace(**out)
 
 
-def weights(x: Tensor, alpha, sigma, points: Tensor, log_prior: Tensor | None = None) -> Tensor:
-    """Weights ``(n, m)`` of ``x`` ``(n, d)`` over ``(m, d)`` by direct differences, for sizes where loops are slow."""
+def logits(x: Tensor, alpha, sigma, points: Tensor) -> Tensor:
+    """-|x - alpha s|^2 / (2 sigma^2), ``(n, m)``, by direct differences, for sizes where the loops above are slow."""
     rows = []
     for i in range(len(x)):
         a, v = (float(torch.as_tensor(q, dtype=torch.float64).expand(len(x))[i]) for q in (alpha, sigma))
-        difference = x[i].double() - a * points.double()
-        lg = -0.5 * (difference / v).square().sum(-1)
-        rows.append(torch.softmax(lg if log_prior is None else lg + log_prior.double(), 0))
+        rows.append(-0.5 * (x[i].double() - a * points.double()).div_(v).square_().sum(-1))
     return torch.stack(rows)
+
+
+def weights(x: Tensor, alpha, sigma, points: Tensor) -> Tensor:
+    """Weights ``(n, m)`` of queries ``(n, d)`` over ``(m, d)`` under a uniform prior."""
+    return torch.softmax(logits(x, alpha, sigma, points), -1)
 
 
 def variation(p: Tensor, q: Tensor) -> Tensor:

@@ -297,57 +297,45 @@ def test_no_queries_give_empty_moments():
 # --- the accuracy contract --------------------------------------------------------------------------------------------
 
 
-def assert_contract(s: Tensor, h: float, n: int = 6, accuracy: float | None = 1e-5):
-    """Weights, effective numbers, denoiser and noise of a field through the routes it takes itself."""
-    t = CondOT().time_at(h)
-    at = CondOT()(t)
-    alpha, sigma = float(at.alpha), float(at.sigma)
+def assert_contract(field: NWField, h: float, n: int = 6) -> Tensor:
+    """Weights, effective numbers, denoiser and noise of a field by the routes it takes itself; the exact n_eff."""
+    s, accuracy, t = field.points, field.accuracy, CondOT().time_at(h)
+    alpha, sigma = float(CondOT()(t).alpha), float(CondOT()(t).sigma)
     x = queries(s, alpha, sigma, n)
-    true = oracle.weights(x, alpha, sigma, s)
-    field = NWField(s, accuracy=accuracy)
-    k = min(len(s), 500)
-    best, one = field.attribute(x, t, k=k), field.attribute(x, t, k=1)
+    lg = oracle.logits(x, alpha, sigma, s)
+    true = torch.softmax(lg, -1)
+    best, one = field.attribute(x, t, k=min(len(s), 500)), field.attribute(x, t, k=1)
     p = field.posterior(x, t, ("denoiser", "noise", "n_eff", "entropy", "covariance_trace", "log_density"))
-    # every weight above, and what the others hold together
-    rest = 1 - torch.gather(true, 1, best.indices).sum(1)
-    variation = 0.5 * ((best.weights - torch.gather(true, 1, best.indices)).abs().sum(1)
-                       + (1 - best.captured.double() - rest).abs())  # fmt: skip
+    # the largest weights one by one, and what the others hold together
+    mine = torch.gather(true, 1, best.indices)
+    variation = 0.5 * ((best.weights - mine).abs().sum(1) + (best.captured.double() - mine.sum(1)).abs())
     assert (variation <= accuracy).all(), (h, variation)
     assert ((one.weights[:, 0] - true.amax(1)).abs() <= accuracy).all(), h
-    # float32 results carry a rounding of 6e-8 of their own, and a sum over m of them
+    assert (p.error_bound <= accuracy).all(), (h, p.error_bound)
     torch.testing.assert_close(p.n_eff.double(), 1 / true.square().sum(1), rtol=4 * accuracy, atol=0)
-    assert (p.error_bound <= accuracy).all()
-    z = s.double() - s.double().mean(0)
-    mean = true @ z
-    noise = (x.double() - alpha * s.double().mean(0) - alpha * mean) / sigma
-    error = (p.noise.double() - noise).norm(dim=1)
-    assert (error <= 1e-4 * noise.norm(dim=1).clamp(min=0.1 * math.sqrt(s.shape[1]))).all(), (
-        h,
-        error,
-        noise.norm(dim=1),
-    )
-    # D itself moves by at most the variation times the diameter, and is rounded to float32
-    radius = float(z.norm(dim=1).max())
-    error = (p.denoiser.double() - (mean + s.double().mean(0))).norm(dim=1)
-    assert (error <= 2 * accuracy * radius + 1e-7 * float(s.double().norm(dim=1).max())).all(), (h, error)
-    assert_scalars(p, true, z, mean, accuracy, radius)
-    assert_log_density(p.log_density, x, s, alpha, sigma)
+    density = torch.logsumexp(lg, 1) - math.log(len(s)) - s.shape[1] / 2 * math.log(2 * math.pi * sigma**2)
+    torch.testing.assert_close(p.log_density.double(), density, rtol=2e-7, atol=1e-5)
+    assert_moments_of_the_field(p, x, s.double(), true, alpha, sigma, accuracy)
     return 1 / true.square().sum(1)
 
 
-def assert_scalars(p, true: Tensor, z: Tensor, mean: Tensor, accuracy: float, radius: float):
-    """What a variation of ``accuracy`` can do to entropy (Fannes) and to the trace of the covariance."""
+def assert_moments_of_the_field(p, x: Tensor, s: Tensor, true: Tensor, alpha: float, sigma: float, accuracy: float):
+    """D, eps, entropy and the trace of the covariance, each within what a variation of ``accuracy`` can do to it."""
+    centre = s.mean(0)
+    z = s - centre
+    mean, square = true @ z, z.square().sum(1)
+    radius = float(square.max().sqrt())
+    # D is rounded to float32 at the end
+    error = (p.denoiser.double() - mean - centre).norm(dim=1)
+    assert (error <= 2 * accuracy * radius + 1e-7 * float(s.norm(dim=1).max())).all(), error
+    # eps is relative to itself, or to a tenth of a typical noise where two points leave next to none
+    noise = (x.double() - alpha * centre - alpha * mean) / sigma
+    error = (p.noise.double() - noise).norm(dim=1)
+    assert (error <= 1e-4 * noise.norm(dim=1).clamp(min=0.1 * math.sqrt(s.shape[1]))).all(), error
     entropy = -(true * true.clamp(min=1e-300).log()).sum(1)
-    slack = 2 * accuracy * math.log(len(z) / accuracy)
-    assert ((p.entropy - entropy).abs() <= slack).all(), (p.entropy - entropy).abs().max()
-    trace = torch.stack([w @ (z - c).square().sum(1) for w, c in zip(true, mean)])
-    assert ((p.covariance_trace - trace).abs() <= 4 * accuracy * radius**2).all()
-
-
-def assert_log_density(value: Tensor, x: Tensor, s: Tensor, alpha: float, sigma: float):
-    lg = torch.stack([-(q.double() - alpha * s.double()).square().sum(1) / (2 * sigma**2) for q in x])
-    exact_density = torch.logsumexp(lg, 1) - math.log(len(s)) - s.shape[1] / 2 * math.log(2 * math.pi * sigma**2)
-    torch.testing.assert_close(value.double(), exact_density, rtol=2e-7, atol=1e-5)
+    assert ((p.entropy - entropy).abs() <= 2 * accuracy * math.log(len(s) / accuracy)).all(), p.entropy - entropy
+    trace = true @ square - mean.square().sum(1)
+    assert ((p.covariance_trace - trace).abs() <= 4 * accuracy * radius**2).all(), p.covariance_trace - trace
 
 
 @pytest.mark.parametrize("kind", ["gauss", "pairs", "clusters"])
@@ -357,7 +345,8 @@ def test_weights_keep_the_tolerance_at_every_bandwidth(d, offset, kind, monkeypa
     monkeypatch.setattr(rescore, "SMALL", 0)  # decide query by query even where that does not pay
     s = cloud(kind, 1000, d, offset)
     scale = float(Support(s).data_scale)
-    spread = [assert_contract(s, 10.0**k * scale) for k in range(-3, 4)]
+    field = NWField(s)
+    spread = [assert_contract(field, 10.0**k * scale) for k in range(-3, 4)]
     if kind == "gauss":
         assert float(spread[0].min()) < 1.01 and float(spread[-1].max()) > 999  # from 1 to m
 
@@ -385,8 +374,9 @@ def test_other_tolerances_are_kept_too(kind, tolerance, monkeypatch):
 def test_weights_keep_the_tolerance_over_twenty_thousand_points(d, kind):
     s = cloud(kind, 20_000, d, 10.0)
     scale = float(Support(s).data_scale)
+    field = NWField(s)
     for k in range(-3, 4):
-        assert_contract(s, 10.0**k * scale, n=4)
+        assert_contract(field, 10.0**k * scale, n=4)
 
 
 @pytest.mark.parametrize("kind", ["gauss", "clusters"])
@@ -482,7 +472,7 @@ def test_nearest_points_are_exact_and_ties_share_by_prior(offset):
     shift = s.double().mean(0, keepdim=True)
     keys = prepare(s, shift, torch.ones(1, 1, dtype=F64), lp, torch.float32)
     c = torch.tensor([[0.1, 0.0], [1.9, 0.1], [1.0, 0.0], [1.0, 1.0]], dtype=F64) + offset - shift
-    found = rescore.nearest(c, keys, Want(top=4))
+    found = nearest(c, keys, Want(top=4))
     expected = torch.tensor([[1, 0, 0, 0], [0, 1 / 3, 0, 2 / 3], [1 / 7, 2 / 7, 0, 4 / 7], [0, 2 / 9, 3 / 9, 4 / 9]],
                             dtype=F64)  # fmt: skip
     # a midpoint of three: (1, 1) is sqrt(2) from all four
