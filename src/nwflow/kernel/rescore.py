@@ -68,20 +68,35 @@ def logit_error(y: Tensor, b: Tensor, keys: Keys, dtype: torch.dtype) -> ErrorBo
 
 
 def posterior(y: Tensor, b: Tensor, keys: Keys, want: Want, tol: float | None) -> Moments:
-    """Moments of every query to tolerance ``tol`` (None: the cheap pass alone); shapes as in :func:`stream`."""
+    """Moments of every query to tolerance ``tol`` (None: the cheap pass alone); shapes as in :func:`stream`.
+
+    The largest weights are always min(top, m) columns, filled up with weight 0 and index -1.
+    """
     with full_precision():
-        cheap = keys.cheap.dtype
-        if tol is None or torch.finfo(keys.work).eps > 1e-10:
-            return _bounded(y, b, keys, want, cheap, cheap)
-        if y.ndim == 3:
-            return _tasks(y, b, keys, want, tol)
-        if y.shape[-2] * keys.m * y.shape[-1] <= SMALL:
-            return _dense(y, b, keys, want, tol)
-        blocks = []
-        for i in range(0, max(1, y.shape[-2]), QUERY_BLOCK):
-            rows = slice(i, i + QUERY_BLOCK)
-            blocks.append(_routed(y[rows], b if b.shape[0] == 1 else b[rows], keys, want, tol))
-        return blocks[0] if len(blocks) == 1 else _assemble(blocks, None)
+        return _padded(_solved(y, b, keys, want, tol), min(want.top, keys.m))
+
+
+def _solved(y: Tensor, b: Tensor, keys: Keys, want: Want, tol: float | None) -> Moments:
+    cheap = keys.cheap.dtype
+    if tol is None or torch.finfo(keys.work).eps > 1e-10:
+        return _bounded(y, b, keys, want, cheap, cheap)
+    if y.ndim == 3:
+        return _tasks(y, b, keys, want, tol)
+    if y.shape[-2] * keys.m * y.shape[-1] <= SMALL:
+        return _dense(y, b, keys, want, tol)
+    blocks = []
+    for i in range(0, max(1, y.shape[-2]), QUERY_BLOCK):
+        rows = slice(i, i + QUERY_BLOCK)
+        blocks.append(_routed(y[rows], b if b.shape[0] == 1 else b[rows], keys, want, tol))
+    return blocks[0] if len(blocks) == 1 else _assemble(blocks, None)
+
+
+def _padded(p: Moments, k: int) -> Moments:
+    """Lists of the largest weights filled up to ``k`` columns."""
+    if p.weights is None or p.index is None or p.weights.shape[-1] >= k:
+        return p
+    more, pad = (0, k - p.weights.shape[-1]), torch.nn.functional.pad
+    return replace(p, weights=pad(p.weights, more), index=pad(p.index, more, value=-1))
 
 
 def _bounded(y: Tensor, b: Tensor, keys: Keys, want: Want, dtype: torch.dtype, values: torch.dtype) -> Moments:
@@ -184,13 +199,9 @@ def _rows(bound: ErrorBound, rows: Tensor) -> ErrorBound:
 
 
 def _assemble(parts: list[Moments], order: Tensor | None, stack: bool = False) -> Moments:
-    """Concatenate (or stack tasks of) moments and undo the grouping by ``order``; lists of the largest weights that
-    are shorter than others are filled up with weight 0 and index -1."""
-    k, pad, out = max([0] + [p.weights.shape[-1] for p in parts if p.weights is not None]), torch.nn.functional.pad, {}
-    for i, p in enumerate(parts):
-        if p.weights is not None and p.index is not None and p.weights.shape[-1] < k:
-            more = (0, k - p.weights.shape[-1])
-            parts[i] = replace(p, weights=pad(p.weights, more), index=pad(p.index, more, value=-1))
+    """Concatenate (or stack tasks of) moments and undo the grouping by ``order``."""
+    k = max([0] + [p.weights.shape[-1] for p in parts if p.weights is not None])
+    parts, out = [_padded(p, k) for p in parts], {}
     for f in fields(Moments):
         values = [getattr(p, f.name) for p in parts]
         if all(v is None for v in values):
