@@ -588,7 +588,7 @@ def test_log_prob_by_dopri5() -> None:
     pytest.importorskip("torchdiffeq")
     target = NWField(PAIR, CondOT(0.1))
     x = torch.tensor([[0.9], [-1.2], [0.1]], dtype=torch.float64)
-    found = log_prob(target, x, method="dopri5", tolerance=1e-8)
+    found = log_prob(target, x, method="dopri5", tolerance=1e-7)
     assert torch.allclose(found, target.log_density(x, 1.0), atol=1e-5)
 
 
@@ -596,15 +596,15 @@ def test_log_prob_by_dopri5() -> None:
 def test_log_prob_of_smoothed_supports_reaches_the_data(path: Path, randn: Callable[..., Tensor]) -> None:
     target = NWField(randn(6, 2), path, smoothing=Smoothing.diagonal(torch.tensor([0.09, 0.25])))
     x = randn(5, 2)
-    assert torch.allclose(log_prob(target, x, steps=400), target.log_density(x, 1.0), atol=1e-4)
+    assert torch.allclose(log_prob(target, x), target.log_density(x, 1.0), atol=1e-4)
 
 
 def test_log_prob_with_a_metric_tasks_and_float32(randn: Callable[..., Tensor]) -> None:
     metric = FullMetric(torch.tensor([[2.0, 0.3], [0.3, 1.0]], dtype=torch.float64))
     target, x = NWField(randn(6, 2), CondOT(0.2), metric=metric), randn(5, 2)
-    assert torch.allclose(log_prob(target, x, steps=400), target.log_density(x, 1.0), atol=1e-4)
+    assert torch.allclose(log_prob(target, x), target.log_density(x, 1.0), atol=1e-4)
     tasks, x = NWField(Support.batch([randn(6, 2), randn(3, 2)]), CondOT(0.2)), randn(2, 5, 2)
-    assert torch.allclose(log_prob(tasks, x, steps=400), tasks.log_density(x, 1.0), atol=1e-4)
+    assert torch.allclose(log_prob(tasks, x), tasks.log_density(x, 1.0), atol=1e-4)
     half = NWField(PAIR.half(), CondOT(0.2))
     found = log_prob(half, torch.tensor([[0.9]]).half())
     assert found.dtype == torch.float32

@@ -99,8 +99,8 @@ def sample(
         method: the rule for a step; see :mod:`nwflow.sample.steps`. ``3m`` is the default.
         grid: where to evaluate: ``log_bandwidth`` (from noise to the support's own scales, see
             :mod:`nwflow.sample.grids`), ``log_snr``, ``uniform`` in t, or increasing times in [0, 1]; then ``steps`` is
-            not used. dopri5 has its own steps and only reports at these times. Runge-Kutta rules step over t: where sigma
-            falls exponentially with it (VarianceExploding) they need the uniform grid, the others do not.
+            not used. dopri5 has its own steps and only reports at these times. Runge-Kutta rules step over t: where
+            sigma falls exponentially with it (VarianceExploding) they need the uniform grid, the others do not.
         seed: integer in [0, 2^64). The noise of a sample is bitwise the same for every ``n`` and ``batch_size``.
         x0: ``(n, *event)`` (tasks ``(T, n, *event)``), the state at the first time of the grid in place of the prior.
             Where it requires grad, the samples are differentiable.
