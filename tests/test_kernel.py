@@ -282,6 +282,27 @@ def test_masked_points_may_hold_anything_finite_weights_stay_zero():
     assert (found.n_eff <= 3 + 1e-6).all()
 
 
+def test_queries_whose_short_lists_overflow_keep_their_places(monkeypatch):
+    """The strided probe sees even points alone: it takes the first query for an easy one, whose list then overflows."""
+    monkeypatch.setattr(rescore, "SMALL", 0)
+    g = torch.Generator().manual_seed(0)
+    s = torch.empty(1024, 2)
+    s[1::2] = torch.tensor([8.0, 0.0]) + 0.01 * torch.randn(512, 2, generator=g)  # seen by no probe
+    s[0::4] = torch.tensor([0.0, 8.0]) + 0.01 * torch.randn(256, 2, generator=g)
+    s[2::4] = torch.stack([torch.linspace(-400.0, -40.0, 256), torch.zeros(256)], 1)
+    s[2] = torch.tensor([7.0, 0.0])
+    x = torch.tensor([[8.0, 0.0], [0.0, 8.0], [8.0, 0.01]])
+    true = exact(x, s, 1.0, 0.1)
+    for order in ([0, 1, 2], [1, 0, 2], [0, 2, 1], [0, 1], [1, 0], [0, 2]):
+        y, b, keys = lifted(x[order], s, 1.0, 0.1)
+        found = rescore.posterior(y, b, keys, EVERYTHING, 1e-5)
+        for name in ("lse", "mean", "n_eff"):
+            value, reference = getattr(found, name).double(), true[name][order]
+            torch.testing.assert_close(
+                value, reference, rtol=1e-4, atol=1e-3, msg=lambda m, o=order, k=name: f"{o} {k}: {m}"
+            )
+
+
 def test_no_queries_give_empty_moments():
     s = cloud("gauss", 20, 3)
     y, b, keys = lifted(torch.zeros(0, 3), s, 0.5, 0.5)
