@@ -6,9 +6,9 @@ same start. A method agrees on a sample if its end is nearest to the same point.
 of the field, not in seconds: those are the same for all methods.
 
 The reference takes up to 800 evaluations a sample. Once a single point holds all but 1e-6 of the weight at eight times
-in a row the sample's end is known, and it is no longer evaluated. The ends are kept in ``--reference`` for the next run.
-The default method is also run with 100 evaluations: what then is missing to 1 are samples so near a separatrix that
-the reference itself is in doubt.
+in a row the sample's end is known, and it is no longer evaluated. The ends are kept in ``--reference`` for the next
+run. The default method is also run with 100 evaluations: what then is missing to 1 are samples so near a separatrix
+that the reference itself is in doubt.
 """
 
 from __future__ import annotations

@@ -446,6 +446,27 @@ def test_far_queries_keep_the_bound(monkeypatch):
             assert (tv <= found.error + 1e-12).all(), (far, h, float(tv), float(found.error), bool(found.proven))
 
 
+@pytest.mark.parametrize("d", [2, 30])
+def test_a_bandwidth_of_its_own_for_each_of_many_queries(d):
+    """Every route in one call, in several blocks of queries, alone and as a task."""
+    g = torch.Generator().manual_seed(0)
+    s, t = torch.randn(2000, d, generator=g), CondOT().time_at(10 ** (6 * torch.rand(300, generator=g).double() - 3))
+    x = t[:, None] * s[:300] + (1 - t[:, None]) * torch.randn(300, d, generator=g, dtype=F64)
+    x = x.float()
+    true = oracle.weights(x, t, 1 - t, s)
+    field, tasks = NWField(s), NWField(Support.batch([s, s[:500]]))
+    p = field.posterior(x, t, ("denoiser", "n_eff"))
+    torch.testing.assert_close(p.denoiser.double(), true @ s.double(), rtol=0, atol=1e-4)
+    torch.testing.assert_close(p.n_eff, 1 / true.square().sum(1), rtol=4e-5, atol=0, check_dtype=False)
+    found = field.attribute(x, t, k=5)
+    assert ((found.weights - true.topk(5).values).abs() <= 1e-5).all()
+    both = tasks.denoise(torch.stack([x, x]), torch.stack([t, t]))
+    torch.testing.assert_close(both[0], p.denoiser, rtol=0, atol=1e-4)
+    torch.testing.assert_close(
+        both[1].double(), oracle.weights(x, t, 1 - t, s[:500]) @ s[:500].double(), rtol=0, atol=1e-4
+    )
+
+
 @pytest.mark.parametrize("precision", ["high", "medium"])
 def test_reduced_matmul_precision_changes_nothing_and_is_restored(precision):
     s = cloud("gauss", 2000, 64)

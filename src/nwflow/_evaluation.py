@@ -62,6 +62,12 @@ class Evaluation(nn.Module):
         self._cache, self._frames = KeyCache(), FrameCache()
         self._source_stamp = self._support_stamp()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: no caches, and no graph in the support kept (it is rebuilt from the buffers)."""
+        s, raw = self._source, self._source.raw_weights
+        bare = s.rebuilt(s.points.detach(), None if raw is None else raw.detach(), s.labels, s.mask, s.rows)
+        return {**self.__dict__, "_source": bare, "_cache": KeyCache(), "_frames": FrameCache()}
+
     def _support_stamp(self) -> tuple[Any, ...]:
         tensors = (self.points, self.raw_weights, self.log_weights, self.labels, self.mask)
         return stamp(*(v for v in tensors if v is not None))

@@ -30,7 +30,8 @@ def nearest(c: Tensor, keys: Keys, want: Want) -> Moments:
         q = c[i : i + 1]
         found = shortlist(q, one, bare, keys.work, margin[i : i + 1], margin.new_full((1,), -torch.inf), keys.m)
         if bool(found.overflow[0]):  # not a number
-            rows.append((q[0], q[0], q[0, 0], q[0, :1], torch.full((1,), -1, device=q.device)))
+            nan = torch.full_like(q[0], torch.nan)
+            rows.append((nan, nan, nan[0], nan[:1], torch.zeros(1, dtype=torch.long, device=q.device)))
             continue
         index = found.index[0][found.real[0]]
         z = keys.gather(index)[None]

@@ -124,7 +124,7 @@ def _rounding(values: torch.dtype, m: int) -> float:
 
 def _labelled(moments: Moments, bound: ErrorBound, tol: float, extra: float) -> Moments:
     """Attach the proven bound where it meets ``tol`` and the estimate elsewhere, each with ``extra``."""
-    proven = (bound.proven <= tol).expand(moments.lse.shape)
+    proven = (bound.proven + extra <= tol).expand(moments.lse.shape)
     error = torch.where(proven, bound.proven.expand(moments.lse.shape), bound.estimate.expand(moments.lse.shape))
     return replace(moments, error=error + extra, proven=proven)
 
@@ -174,7 +174,7 @@ def _routed(y: Tensor, b: Tensor, keys: Keys, want: Want, tol: float) -> Moments
         rows, floor, long = rows[few], floor[few], rows[~few]
         if rows.numel():
             found = shortlist(*_take(y, b, rows), keys, cheap, margin[rows], floor, limit)
-            long = torch.cat([long, rows[found.overflow]])
+            long = torch.cat([long, rows[found.overflow]]).sort().values  # _take knows ascending rows only
             rows = rows[~found.overflow]
             if rows.numel():
                 groups.append((rows, _rescored(*_take(y, b, rows), keys, want, found, tol)))

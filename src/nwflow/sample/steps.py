@@ -26,7 +26,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from torch import Tensor
@@ -77,6 +77,7 @@ def exact_step(x: Tensor, denoised: Tensor, a: Node, b: Node) -> Tensor:
     return (b.alpha - keep * a.alpha) * denoised + keep * x if keep > 0 else b.alpha * denoised
 
 
+@runtime_checkable
 class Rule(Protocol):
     """One step from ``a`` to ``b``; returns x at a (corrected by what was learnt there), D or u at a, and x at b."""
 
