@@ -673,7 +673,7 @@ def test_learned_points_and_weights_take_many_steps(make, randn):
         loss = -field.log_density(x, 0.6).sum()
         loss.backward()
         optimiser.step()
-        losses.append(float(loss))
+        losses.append(loss.item())
     assert losses[-1] < losses[0]
     fresh = NWField(field.support)
     torch.testing.assert_close(fresh(x, 0.6), field(x, 0.6), rtol=1e-10, atol=1e-10)
