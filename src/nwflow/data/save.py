@@ -66,7 +66,10 @@ def replace(path: Path, write: Callable[[Path], None], force: bool = False) -> P
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}{path.suffix}")
     try:
         _refuse_existing(path, force)
+        temporary.touch()  # with the permissions that the user's mask gives: some writers make private files
+        mode = temporary.stat().st_mode & 0o777
         write(temporary)
+        temporary.chmod(mode)
         _refuse_existing(path, force)
         os.replace(temporary, path)
     finally:
