@@ -28,7 +28,7 @@ from nwflow.sample.steps import exponential_weights
 from nwflow.support import Support
 
 PATHS = [CondOT(), CondOT(0.05), Cosine(), VariancePreserving(), VarianceExploding(0.01, 50.0)]
-untyped = pytest.mark.skipif(
+WRONG_TYPES = pytest.mark.skipif(
     os.environ.get("NWFLOW_TYPECHECK") == "1", reason="the check of annotations at run time refuses these calls first"
 )
 RUNGE_KUTTA = ["euler", "midpoint", "heun", "rk4"]
@@ -615,7 +615,7 @@ def test_log_prob_with_a_metric_tasks_and_float32(randn: Callable[..., Tensor]) 
     assert found.item() == pytest.approx(half.log_density(torch.tensor([[0.9]]).half(), 1.0).item(), abs=1e-3)
 
 
-@untyped
+@WRONG_TYPES
 def test_log_prob_refuses_where_there_is_no_density() -> None:
     with pytest.raises(ValueError, match="sigma = 0"):
         log_prob(NWField(PAIR, CondOT()), PAIR)
@@ -634,7 +634,7 @@ def linear(x: Tensor, t: float) -> Tensor:
     return x
 
 
-@untyped
+@WRONG_TYPES
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -686,7 +686,7 @@ def test_what_a_bare_callable_cannot_do_is_refused(changes: dict[str, Any], mess
         sample(linear, **{**settings, **changes})
 
 
-@untyped
+@WRONG_TYPES
 def test_wrong_kinds_are_refused() -> None:
     with pytest.raises(TypeError, match="field: expected a field or a callable"):
         sample(3, 2)
