@@ -22,7 +22,7 @@ from nwflow.field import NWField
 from nwflow.metric import FullMetric, Smoothing
 from nwflow.paths import CondOT, Cosine, Path, VarianceExploding, VariancePreserving, reverse_time
 from nwflow.sample import Guided, guide, log_prob, sample
-from nwflow.sample.grids import Scales, nodes, time_grid
+from nwflow.sample.grids import LONGEST, Scales, nodes, time_grid
 from nwflow.sample.noise import standard_normal
 from nwflow.sample.steps import exponential_weights
 from nwflow.support import Support
@@ -244,6 +244,8 @@ def test_the_default_grid_is_uniform_in_its_clock() -> None:
     clock = torch.tensor([node.clock(scales.c) for node in at[:-1]], dtype=torch.float64)
     assert torch.allclose(clock.diff(), clock.diff()[0].expand(19), rtol=1e-9)
     assert at[-2].bandwidth == pytest.approx(0.1, rel=1e-9)
+    few = nodes(CondOT(), time_grid(CondOT(), 5, "log_bandwidth", scales))  # ends early: no step is longer than this
+    assert few[2].clock(scales.c) - few[1].clock(scales.c) == pytest.approx(LONGEST, rel=1e-9)
     # below the scale of the data it is uniform in log h: there r >> c
     fine = [node.bandwidth for node in nodes(CondOT(), time_grid(CondOT(), 400, "log_bandwidth", Scales(3.0, 1e-3)))]
     assert fine[-2] / fine[-3] == pytest.approx(fine[-3] / fine[-4], rel=1e-3)

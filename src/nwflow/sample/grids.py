@@ -3,7 +3,7 @@ r"""Where a sampler evaluates: nodes of a path, and grids of times from t = 0 (n
 With r = alpha / sigma = 1/h, the scaled state y = x / sigma obeys dy/dr = D: nothing is singular at noise (r = 0), and
 beyond the collapse D is constant. Both the default grid and the multistep integrators use the clock
 
-    s = log(r + c),    c = 1 / (half the standard deviation of the data),
+    s = log(r + c),    c = 1 / (standard deviation of the data),
 
 which is linear in r while the noise still hides the data (h >> 1/c) and becomes -log h below: uniform in log-bandwidth
 over the window where the field is stiff, and regular at the very start. The default grid is uniform in s from t = 0 to
@@ -12,8 +12,9 @@ the bandwidth where every sample has collapsed,
     h_end = (distance of near neighbours in the support) / 6,    never below 1e-3 standard deviations of the data,
 
 at which the logits of two such neighbours typically differ by 6^2 / 2; one step from there lands on the end of the
-path. Standard deviation and distance are Euclidean norms of the whole event, sqrt(d) times what ``field.length_scales``
-says.
+path. A step that would be longer than 0.35 (bandwidths in the ratio 1.4) misplaces samples among far references, so
+with few steps the grid ends earlier and lands on blends of near references. Standard deviation and distance are
+Euclidean norms of the whole event, sqrt(d) times what ``field.length_scales`` says.
 """
 
 import math
@@ -28,6 +29,8 @@ from torch import Tensor
 from nwflow.paths import Path
 
 __all__ = ["Grid", "Node", "Scales", "nodes", "scales_of", "time_grid"]
+
+LONGEST = 0.35  # of the clock, for a step of the default grid; trials on seven data sets, 6 to 40 evaluations
 
 Grid: TypeAlias = Literal["log_bandwidth", "log_snr", "uniform"]
 
@@ -74,7 +77,7 @@ class Scales:
     @property
     def c(self) -> float:
         """Offset of the clock s = log(r + c)."""
-        return 2 / self.data
+        return 1 / self.data
 
 
 def scales_of(field: Any, event_size: int) -> Scales:
@@ -138,7 +141,7 @@ def time_grid(
     if inner == 0:
         return [0.0, last]
     if grid == "log_bandwidth":
-        rates = _uniform_clock(1 / high, 1 / end, scales.c, inner)
+        rates = _uniform_clock(1 / high, 1 / end, scales.c, inner, LONGEST if lands else math.inf)
     else:  # log_snr: straight to h of ten standard deviations, where noise still hides all
         rates = _log_snr(1 / high, 1 / end, 0.1 / scales.data, inner)
     times = [0.0] + [float(path.time_at(1 / r)) for r in rates[1:]]
@@ -147,9 +150,11 @@ def time_grid(
     return times + [last] * lands
 
 
-def _uniform_clock(first: float, last: float, c: float, intervals: int) -> list[float]:
-    a, b = math.log(first + c), math.log(last + c)
-    return [math.exp(a + (b - a) * k / intervals) - c for k in range(intervals)] + [last]
+def _uniform_clock(first: float, last: float, c: float, intervals: int, longest: float) -> list[float]:
+    a = math.log(first + c)
+    step = min((math.log(last + c) - a) / intervals, longest)
+    end = last if step < longest else math.exp(a + step * intervals) - c
+    return [math.exp(a + step * k) - c for k in range(intervals)] + [end]
 
 
 def _log_snr(first: float, last: float, start: float, intervals: int) -> list[float]:
