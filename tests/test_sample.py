@@ -97,7 +97,7 @@ def test_rules_converge_with_their_order(method: str, cost: int, order: int) -> 
     counts = [16, 32] if cost == 4 else [32, 64, 128]
     errors = [error(method, cost * k) for k in counts]
     slopes = [math.log2(a / b) for a, b in pairwise(errors)]
-    assert slopes[-1] > order - 0.25, (errors, slopes)  # the next order's term still shows at these steps
+    assert slopes[-1] > order - 0.3, (errors, slopes)  # the next order's term still shows at these steps
     assert slopes[-1] < order + 0.8, (errors, slopes)
 
 
