@@ -30,7 +30,6 @@ from torch import Tensor
 
 QUERY_BLOCK = 256
 KEY_BLOCK = 1024
-NARROW_BLOCK = 4096  # few columns: the passes over logits cost more than the products, and fewer are better
 CLAMP = -50.0
 NARROW = 32  # products with fewer columns may be summed one term after another by BLAS: float64 there unless fast
 
@@ -237,14 +236,13 @@ def logits(y: Tensor, b: Tensor, z: Tensor, square: Tensor, log_prior: Tensor, o
 
 
 def stream(y: Tensor, b: Tensor, keys: Keys, want: Want, dtype: torch.dtype, values: torch.dtype, *,
-           fast: bool = False, key_block: int | None = None, query_block: int = QUERY_BLOCK) -> Partial:  # fmt: skip
+           fast: bool = False, key_block: int = KEY_BLOCK, query_block: int = QUERY_BLOCK) -> Partial:  # fmt: skip
     """The pass. ``y`` ``(*T, n, d)``, ``b`` ``(*T, n or 1, 1 or d)`` in the working dtype.
 
     ``dtype`` is that of logits, ``values`` that of the second product, whose blocks are summed in the working dtype
     unless ``fast``; memory beyond inputs and outputs is one block of each, whatever n and m are.
     """
     n = y.shape[-2]
-    key_block = key_block or (NARROW_BLOCK if y.shape[-1] < NARROW else KEY_BLOCK)
     if n == 0:
         return _block_rows(y, b, keys, want, dtype, values, fast, key_block)
     parts = []
