@@ -11,8 +11,8 @@ from torch import Tensor
 import oracle
 from nwflow import Support
 from nwflow.field import NWField
+from nwflow.kernel import fused, rescore
 from nwflow.kernel import posterior as engine
-from nwflow.kernel import rescore
 from nwflow.kernel.nearest import nearest
 from nwflow.kernel.posterior import Keys, Moments, Partial, Want, finish, merge, prepare, stream
 from nwflow.paths import CondOT
@@ -564,3 +564,55 @@ def test_clamped_logits_carry_no_visible_weight():
     assert engine.CLAMP == -50.0
     true = exact(x.double(), s, 1.0, 0.5)["w"]
     torch.testing.assert_close(dense(found, 3), true, rtol=1e-12, atol=1e-21)
+
+
+@pytest.mark.skipif(fused._KERNEL is None, reason="this PyTorch has no such kernel: the streaming pass serves instead")
+@pytest.mark.parametrize("d", [1, 2, 64, 256])
+@pytest.mark.parametrize(("n", "m"), [(1, 1), (1, 5), (3, 301), (300, 40), (33, 4097)])
+def test_the_fused_pass_gives_the_sums_of_the_stream(n, m, d):
+    s = cloud("clusters", m, d)
+    lp = torch.log_softmax(torch.randn(m, generator=torch.Generator().manual_seed(1), dtype=F64), 0)
+    x = queries(s[[0, *range(m)]], 0.5, 0.4, max(n, 3))[-n:]
+    for each in (False, True):
+        sigma = torch.linspace(0.2, 0.6, n, dtype=F64)[:, None] if each else 0.4
+        y, b, keys = lifted(x, s, 0.5, sigma, lp, False)
+        assert fused.applies(y, b, keys, Want(), torch.float32)
+        found = finish(fused.fused(y, b, keys))
+        right = finish(stream(y, b, keys, Want(), F64, F64))
+        delta = rescore.logit_error(y, b, keys, torch.float32).proven + fused.ULPS * torch.finfo(torch.float32).eps
+        assert ((found.lse - right.lse).abs() <= delta).all()
+        assert ((found.mean - right.mean).norm(dim=-1) <= 2 * keys.radius * delta + 1e-6 * keys.radius).all()
+
+
+def test_masked_supports_are_left_to_the_stream():
+    s = cloud("gauss", 20, 3)
+    lp = torch.zeros(20, dtype=F64)
+    lp[3] = -torch.inf
+    y, b, keys = lifted(queries(s, 0.5, 0.4), s, 0.5, 0.4, lp)
+    assert not fused.applies(y, b, keys, Want(), torch.float32)
+    assert not fused.applies(y, b, keys, Want(mass2=True), torch.float32)
+
+
+@pytest.mark.parametrize("h", [1e-3, 0.1, 1.0, 30.0])
+def test_points_without_weight_may_be_left_out_of_the_second_product(h):
+    """Blocks in which few points weigh anything take those alone: all moments stay those of every point."""
+    s = torch.randn(3000, 300, generator=torch.Generator().manual_seed(0))
+    x = queries(s, 0.5, 0.5 * h, 5)
+    y, b, keys = lifted(x, s, 0.5, 0.5 * h)
+    want = Want(square=True, prior=True, mass2=True, top=3)
+    found = finish(stream(y, b, keys, want, torch.float32, torch.float32, fast=True))
+    plain = finish(stream(y.float().double(), b.float().double(), replace(keys, cheap=keys.cheap.double()), want,
+                          F64, F64, key_block=3000))  # fmt: skip
+    delta = rescore.logit_error(y, b, keys, torch.float32).estimate[:, None] + 1e-6
+    assert ((found.mean - plain.mean).norm(dim=-1, keepdim=True) <= 2 * keys.radius * delta).all()
+    assert ((found.n_eff - plain.n_eff).abs()[:, None] <= 4 * delta * plain.n_eff[:, None] ** 1.5).all()
+    assert ((found.square - plain.square).abs() <= 2 * keys.radius**2 * delta).all()
+
+
+def test_no_number_stays_no_number_where_points_are_left_out():
+    s = torch.randn(3000, 300, generator=torch.Generator().manual_seed(0))
+    field = NWField(s, CondOT(), accuracy=None)
+    x = 0.9 * s[:2].clone()
+    x[1, 0] = torch.nan
+    found = field.denoise(x, 0.9)
+    assert found[0].isfinite().all() and found[1].isnan().all()

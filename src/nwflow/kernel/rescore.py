@@ -29,6 +29,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
+from nwflow.kernel.fused import ULPS, applies, fused
 from nwflow.kernel.posterior import (
     CLAMP,
     KEY_BLOCK,
@@ -102,8 +103,10 @@ def _padded(p: Moments, k: int) -> Moments:
 def _bounded(y: Tensor, b: Tensor, keys: Keys, want: Want, dtype: torch.dtype, values: torch.dtype) -> Moments:
     """A streaming pass with the bound that its precision gives."""
     bound = logit_error(y, b, keys, dtype)
-    moments = finish(stream(y, b, keys, want, dtype, values, fast=True))
-    error = bound.estimate.expand(moments.lse.shape) + _rounding(values, keys.m)
+    one_call = dtype == values and applies(y, b, keys, want, dtype)
+    moments = finish(fused(y, b, keys) if one_call else stream(y, b, keys, want, dtype, values, fast=True))
+    extra = _rounding(values, keys.m) + (ULPS * torch.finfo(values).eps if one_call else 0.0)
+    error = bound.estimate.expand(moments.lse.shape) + extra
     return replace(moments, error=error, proven=torch.zeros_like(moments.lse).bool())
 
 
