@@ -6,6 +6,7 @@ from nwflow.field import Attribution, NWField, Posterior
 from nwflow.metric import DiagonalMetric, FullMetric, IsotropicMetric, LowRankMetric, Metric, Smoothing
 from nwflow.paths import CondOT, Cosine, DiscretePath, Path, VarianceExploding, VariancePreserving, from_diffusers
 from nwflow.sample import Samples, guide, log_prob, sample
+from nwflow.subspace import SubspaceField
 from nwflow.support import Support
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "Posterior",
     "Samples",
     "Smoothing",
+    "SubspaceField",
     "Support",
     "VarianceExploding",
     "VariancePreserving",
