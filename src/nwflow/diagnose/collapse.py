@@ -177,7 +177,7 @@ def n_eff_by_d(
     sizes = sorted({max(1, round(share * d)) for share in _SHARES_OF_D})
     tables: list[list[Tensor]] = [[] for _ in sizes]
     tables[-1].append(_n_eff(seen, seen.references, seen.queries, seen.noise, seen.d2))
-    for _ in range(max(2, min(_PROJECTIONS, int(_PROJECTED / (m * d * d)))) if len(sizes) > 1 else 0):
+    for _ in range(max(1, min(_PROJECTIONS, int(_PROJECTED / (m * d * d)))) if len(sizes) > 1 else 0):
         basis = torch.randn(d, sizes[-2], generator=seen.generator, dtype=torch.float64).to(seen.references.device)
         basis = torch.linalg.qr(basis).Q
         s, q, eps = seen.references @ basis, seen.queries @ basis, seen.noise @ basis
