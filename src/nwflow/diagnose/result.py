@@ -121,10 +121,10 @@ class Collapse:
 @dataclass(frozen=True)
 class Geometry:
     """``spectrum``: variances along principal directions over their sum, largest first (at most 256);
-    ``participation_ratio`` (sum)^2 / sum of squares; ``condition`` largest / smallest non-zero; ``anisotropy`` 1 -
-    participation / dimensions, of all points and of neighbourhoods (0 round, 1 a line; None: undefined);
-    ``radial`` and ``tangential`` relative variation; ``scale_imbalance`` largest / smallest standard deviation of a
-    column; ``columns``: the most extreme ones as (name, standard deviation)."""
+    ``participation_ratio`` (sum)^2 / sum of squares; ``condition`` largest / smallest non-zero; ``anisotropy`` (R -
+    participation) / (R - 1) with R that of a round cloud of as many points, of all points and of neighbourhoods (0
+    round, 1 a line; None: undefined); ``radial`` and ``tangential`` relative variation; ``scale_imbalance`` largest /
+    smallest standard deviation of a column; ``columns``: the most extreme ones as (name, standard deviation)."""
 
     spectrum: tuple[float, ...]
     participation_ratio: float | None
@@ -191,8 +191,8 @@ class Gallery:
 
 @dataclass(frozen=True)
 class Data:
-    """What was measured: ``n`` points of ``d`` numbers, ``unique`` of them; ``classes`` (name, size); ``queries`` points
-    were left out or held out in turn, each seen against ``references`` (median); ``scale`` is sqrt(tr Cov / d)."""
+    """What was measured: ``n`` points of ``d`` numbers, ``unique`` of them; ``classes`` (name, size); ``queries``
+    points were left out or held out in turn, each seen against ``references`` (median); ``scale`` is sqrt(tr Cov / d)."""
 
     source: str
     n: int
@@ -297,6 +297,8 @@ def _built(kind: Any, value: Any) -> Any:
         names = {f.name for f in fields(kind)}
         if not isinstance(value, Mapping) or set(value) != names:
             found = sorted(value) if isinstance(value, Mapping) else value
-            raise ValueError(f"values: expected the fields {sorted(names)} of {kind.__name__}, got {found}")
+            raise ValueError(
+                f"values: expected the fields {sorted(names)} of {getattr(kind, '__name__', kind)}, got {found}"
+            )
         return kind(**{k: _built(hints[k], v) for k, v in value.items()})  # type: ignore[operator]
     return value
