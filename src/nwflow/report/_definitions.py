@@ -74,7 +74,8 @@ DEFINITIONS: tuple[tuple[str, str], ...] = (
     (
         "Participation ratio",
         "(Σ λ)² / Σ λ² of the variances λ along principal directions: how many directions carry the variance. "
-        "Anisotropy is 1 − participation / dimensions: 0 is round, 1 a line.",
+        "Anisotropy is (R − participation) / (R − 1), with R the ratio of a round cloud of as many points: 0 is "
+        "round, 1 a line.",
     ),
     (
         "Learning curves",

@@ -13,7 +13,6 @@ from nwflow.report._series import COLOURS, Figure, Line, axis, line_traces, mark
 from nwflow.report._values import defined, fixed, number
 
 Named = Sequence[tuple[str, Diagnosis]]
-_LOG_SNR = "← noise    log-SNR    data →"
 _LOWEST_SKILL = -1.5  # what the first view of the skill plot reaches down to
 
 
@@ -40,7 +39,7 @@ def skill(named: Named) -> Figure | None:
     notes = ("0 is the linear denoiser, 1 is no error.",)
     if lowest < span[0]:
         notes += (f"Values down to {fixed(lowest)} lie below the first view; the table below has them.",)
-    layout = {"xaxis": axis(_LOG_SNR), "yaxis": axis("skill", range=span, zeroline=True), **_window(named)}
+    layout = {"xaxis": _log_snr(), "yaxis": axis("skill", range=span, zeroline=True), **_window(named)}
     return _along("skill", "Skill along the path", lines, layout, notes)
 
 
@@ -54,7 +53,7 @@ def errors(named: Named, unit: str) -> Figure | None:
         if unit == "raw"
         else "Mean over principal directions of the error over that direction's own variance."
     )
-    layout = {"xaxis": axis(_LOG_SNR), "yaxis": axis(f"{unit} error", spread(lines), log=True), **_window(named)}
+    layout = {"xaxis": _log_snr(), "yaxis": axis(f"{unit} error", spread(lines), log=True), **_window(named)}
     return _along(f"error-{unit}", f"Held-out error, {unit}", lines, layout, (said, *_not_drawn(lines)))
 
 
@@ -73,7 +72,7 @@ def weights(named: Named, what: str) -> Figure | None:
     if not lines:
         return None
     layout = {
-        "xaxis": axis(_LOG_SNR),
+        "xaxis": _log_snr(),
         "yaxis": axis(title, spread(lines), log=log, rangemode="tozero"),
         **_window(named),
     }
@@ -110,7 +109,9 @@ def spectrum(named: Named) -> Figure | None:
         return None
     places = [x for line in lines for x in line.x]
     layout = {
-        "xaxis": axis("principal direction", places, log=max(places) > 32),
+        "xaxis": axis(
+            "principal direction", places, log=max(places) > 32, unifiedhovertitle={"text": "direction %{x}"}
+        ),
         "yaxis": axis("share of the variance", spread(lines), log=True),
     }
     return Figure(
@@ -181,11 +182,14 @@ def _window(named: Named) -> dict:
     return window_shapes(curves.log_snr, curves.window) if len(named) == 1 and curves else {}
 
 
+def _log_snr() -> dict:
+    return axis("← noise    log-SNR    data →", unifiedhovertitle={"text": "log-SNR %{x:.2f}"})
+
+
 def _log_log(x: str, y: str, lines: Sequence[Line]) -> dict:
-    return {
-        "xaxis": axis(x, [v for line in lines for v in line.x], log=True),
-        "yaxis": axis(y, spread(lines), log=True),
-    }
+    sizes = [v for line in lines for v in line.x]
+    told = {"text": f"{x.rpartition(', ')[2]} = %{{x:,}}"}
+    return {"xaxis": axis(x, sizes, log=True, unifiedhovertitle=told), "yaxis": axis(y, spread(lines), log=True)}
 
 
 def _predicted(name: str, points: Sequence[Predicted], style: int, dash: int | None = None) -> Line:

@@ -55,43 +55,47 @@ class Line:
 
 
 def line_traces(line: Line, log: bool = False, band: float = 0.16) -> list[Trace]:
-    """The band, then the line; on a logarithmic axis what is not positive is left out."""
+    """The band, then the line; on a logarithmic axis what is not positive is left out.
+
+    Where there are points that were not measured, two lines show and a third trace, of markers, answers the pointer.
+    """
     traces = [_band(line, log, band)] if any(p is not None and defined(p[1:]) for p in line.points) else []
+    y = [p[0] if p is not None and _drawn(p, log) else None for p in line.points]
+    curve = {**_look(line), "x": list(line.x), "y": y, **_hover(line)}
     if not any(line.open):
-        return [*traces, _curve(line, log, [False] * len(line.x), True)]
-    measured = [not o for o in line.open]
-    last = max((i for i, m in enumerate(measured) if m), default=-1)
-    # the dashed part starts at the last measured point, so that the curve does not break there
-    ahead = [o or i == last for i, o in enumerate(line.open)]
-    solid = [_curve(line, log, [not m for m in measured], True)] if last >= 0 else []
-    return [*traces, *solid, _curve(line, log, [not a for a in ahead], last < 0, last)]
+        return [*traces, curve]
+    silent = {"hoverinfo": "skip", "hovertemplate": None, "customdata": None}
+    last = max((i for i, o in enumerate(line.open) if not o), default=-1)
+    # the dotted part starts at the last measured point, so that the curve does not break there
+    measured = {**curve, **silent, "y": [None if o else v for o, v in zip(line.open, y, strict=True)]}
+    ahead = [v if o or i == last else None for i, (o, v) in enumerate(zip(line.open, y, strict=True))]
+    dotted = {**curve, **silent, "mode": "lines", "y": ahead, "showlegend": False}
+    dotted["line"] = {**curve["line"], "dash": _EXTRAPOLATED}
+    marks = {**curve, "mode": "markers", "showlegend": False}
+    symbol = curve["marker"]["symbol"]
+    marks["marker"] = {**curve["marker"], "symbol": [f"{symbol}-open" if o else symbol for o in line.open]}
+    return [*traces, *({k: v for k, v in t.items() if v is not None} for t in (measured, dotted, marks))]
 
 
-def _curve(line: Line, log: bool, hidden: Sequence[bool], legend: bool, shared: int | None = None) -> Trace:
-    colour, extrapolated = f"--c{line.style % COLOURS}", shared is not None
-    y = [None if h or not _drawn(p, log) else p[0] for h, p in zip(hidden, line.points, strict=True)]  # type: ignore[index]
+def _look(line: Line) -> Trace:
+    """Name, colour, dash and marker."""
+    colour, name = f"--c{line.style % COLOURS}", inert(line.name)
     place = line.style + line.style // COLOURS if line.dash is None else line.dash
-    dash = _EXTRAPOLATED if extrapolated else _DASHES[place % len(_DASHES)]
-    symbol = _MARKERS[line.style % len(_MARKERS)]
-    texts = ["extrapolated: " * extrapolated + interval(p, line.form) for p in line.points]
-    trace: Trace = {
+    return {
         "type": "scatter",
         "mode": "lines" if len(line.x) > _CROWDED else "lines+markers",
-        "name": inert(line.name),
-        "legendgroup": inert(line.name),
-        "showlegend": legend,
-        "x": list(line.x),
-        "y": y,
-        "customdata": texts,
-        "hovertemplate": "%{customdata}",
-        "line": {"color": colour, "width": 2, "dash": dash},
-        "marker": {"color": colour, "size": 6, "symbol": symbol + "-open" * extrapolated},
+        "name": name,
+        "legendgroup": name,
+        "line": {"color": colour, "width": 2, "dash": _DASHES[place % len(_DASHES)]},
+        "marker": {"color": colour, "size": 6, "symbol": _MARKERS[line.style % len(_MARKERS)]},
     }
-    if extrapolated and shared is not None and shared >= 0:  # the shared point speaks once
-        trace["marker"]["opacity"] = [0 if i == shared else 1 for i in range(len(y))]
-        trace["hoverinfo"] = ["skip" if i == shared else "all" for i in range(len(y))]
-        trace["hovertemplate"] = ["" if i == shared else "%{customdata}" for i in range(len(y))]
-    return trace
+
+
+def _hover(line: Line) -> Trace:
+    """What a point says: its interval, and whether it was measured."""
+    open = line.open or [False] * len(line.x)
+    texts = [interval(p, line.form) + " (extrapolated)" * o for p, o in zip(line.points, open, strict=True)]
+    return {"customdata": texts, "hovertemplate": "%{customdata}"}
 
 
 def _drawn(point: Point, log: bool) -> bool:
