@@ -40,7 +40,7 @@ class Samples:
         attribution: the references with the largest weights at the last evaluation, where sigma > 0: ``indices``
             (original rows) and ``weights`` ``(n, k)``, ``captured`` ``(n,)``; None where the field has none or it was
             not wanted.
-        n_eff: ``(n,)``, effective number of references there, or None.
+        n_eff: ``(n,)``, effective number of references there, or None; a field of several heads gives one for each.
         trajectory: ``(len(times), n, *event)`` or None.
         times: the times visited, from noise (0) towards data (1).
         bandwidths: sigma / alpha at each of them, inf at pure noise; None for a bare callable.

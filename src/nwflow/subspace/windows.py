@@ -29,7 +29,7 @@ from nwflow.kernel.posterior import CLAMP
 KEY_BLOCK = 512  # references
 QUERY_BLOCK = 64
 LOGITS = 2**18  # of one block: three or four tensors of this size stay in the cache
-ROWS = 2**21  # elements of the gathered windows
+ROWS = 2**20  # elements of the gathered windows
 POINTS = 2**22  # elements of the centred references of one block, and of the sums kept for one block of queries
 
 
