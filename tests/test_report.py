@@ -140,6 +140,27 @@ def test_nan_is_not_defined() -> None:
     assert "skill not defined" in page.text and not re.search(r"\bnan\b", page.text, re.IGNORECASE)
 
 
+def test_ends_of_the_path_and_short_curves() -> None:
+    one = diagnoses.complete()
+    curves = one.curves
+    assert curves is not None
+    ends = dataclasses.replace(curves, log_snr=(-math.inf, *curves.log_snr[1:-1], math.inf))
+    for plot in Page(render(dataclasses.replace(one, curves=ends))).plots[:6]:
+        line = plot["data"][-1]
+        assert line["x"] == list(curves.log_snr[1:-1]) and len(line["y"]) == len(line["x"])
+    for count in (0, 1):
+        cut = [
+            dataclasses.replace(c, raw=c.raw[:count], relative=c.relative[:count], skill=c.skill[:count])
+            for c in curves.denoisers
+        ]
+        along = {f.name: getattr(curves, f.name)[:count] for f in dataclasses.fields(curves)}
+        short = dataclasses.replace(curves, **{**along, "denoisers": tuple(cut)})
+        assert len(Page(render(dataclasses.replace(one, curves=short))).plots[0]["data"][-1]["x"]) == count
+    nowhere = dataclasses.replace(curves, window=(False,) * len(curves.window))
+    skill = Page(render(dataclasses.replace(one, curves=nowhere))).plots[0]
+    assert skill["layout"]["shapes"] == [] and "Deciding window: log-SNR −6.0 to 2.0." in render(one)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_record_that_went_to_json_and_back_gives_the_same_page(pages: dict[str, str], kind: str) -> None:
     assert render(Diagnosis.from_json(KINDS[kind]().to_json())) == pages[kind]

@@ -36,7 +36,7 @@ def skill(named: Named) -> Figure | None:
     values = [p[0] for line in lines for p in line.points if p is not None and defined(p)]
     lowest = min((v for v in values if v is not None), default=0.0)
     span = [max(_LOWEST_SKILL, min(lowest - 0.1, -0.2)), 1.08]
-    notes = ("0 is the linear denoiser, 1 is no error.",)
+    notes = ("0 is the linear denoiser, 1 is no error.", *_windows(named))
     if lowest < span[0]:
         notes += (f"Values down to {fixed(lowest)} lie below the first view; the table below has them.",)
     layout = {"xaxis": _log_snr(), "yaxis": axis("skill", range=span, zeroline=True), **_window(named)}
@@ -182,6 +182,16 @@ def _window(named: Named) -> dict:
     return window_shapes(curves.log_snr, curves.window) if len(named) == 1 and curves else {}
 
 
+def _windows(named: Named) -> tuple[str, ...]:
+    """Where the deciding window lies, in words."""
+    told = []
+    for name, d in named:
+        if d.curves and (inside := [x for x, w in zip(d.curves.log_snr, d.curves.window, strict=True) if w]):
+            whose = f" of {name}" if name else ""
+            told.append(f"Deciding window{whose}: log-SNR {fixed(min(inside), 1)} to {fixed(max(inside), 1)}.")
+    return tuple(told)
+
+
 def _log_snr() -> dict:
     return axis("← noise    log-SNR    data →", unifiedhovertitle={"text": "log-SNR %{x:.2f}"})
 
@@ -193,7 +203,7 @@ def _log_log(x: str, y: str, lines: Sequence[Line]) -> dict:
 
 
 def _predicted(name: str, points: Sequence[Predicted], style: int, dash: int | None = None) -> Line:
-    points = sorted(points, key=lambda p: (p.at, p.extrapolated))
+    points = sorted((p for p in points if defined(p.at)), key=lambda p: (p.at, p.extrapolated))
     values = [(p.value, p.low, p.high) for p in points]
     return Line(name, [p.at for p in points], values, style, [p.extrapolated for p in points], dash=dash)
 

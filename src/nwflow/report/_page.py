@@ -11,15 +11,15 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, replace
 from functools import cache
 from importlib.resources import files
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
-from nwflow.diagnose.result import Diagnosis, Gallery, Picture, Remedy
+from nwflow.diagnose.result import Curves, Diagnosis, Gallery, Picture, Remedy
 from nwflow.report import _facts, _figures, _values
 from nwflow.report._definitions import DEFINITIONS, REGIMES, UNITS
 from nwflow.report._series import Figure
@@ -32,7 +32,19 @@ def checked(diagnosis: Any, argument: str = "diagnosis") -> Diagnosis:
     """The diagnosis with None for every number that does not exist."""
     if not isinstance(diagnosis, Diagnosis):
         raise TypeError(f"{argument}: expected a Diagnosis, got {type(diagnosis).__name__}")
-    return Diagnosis.from_dict(diagnosis.to_dict())
+    clean = Diagnosis.from_dict(diagnosis.to_dict())
+    return replace(clean, curves=_placed(clean.curves)) if clean.curves else clean
+
+
+def _placed(curves: Curves) -> Curves:
+    """Curves without the ends of the path where the log-SNR is infinite: they have no place on its axis."""
+    kept = [i for i, x in enumerate(curves.log_snr) if _values.defined(x)]
+
+    def pick(record: Any) -> dict[str, Any]:
+        values = {f.name: getattr(record, f.name) for f in fields(record)}
+        return {k: tuple(v[i] for i in kept) for k, v in values.items() if isinstance(v, tuple) and k != "denoisers"}
+
+    return replace(curves, **pick(curves), denoisers=tuple(replace(c, **pick(c)) for c in curves.denoisers))
 
 
 def page(template: str, title: str, plots: Iterable[Figure | None], **values: Any) -> str:
@@ -47,9 +59,9 @@ def page(template: str, title: str, plots: Iterable[Figure | None], **values: An
             page_title=title,
             policy=f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:; "
             "base-uri 'none'; form-action 'none'",
-            style=Markup(_text("report.css")),
-            plotly=Markup(scripts[0]),
-            script=Markup(scripts[1]),
+            style=_text("report.css"),
+            plotly=scripts[0],
+            script=scripts[1],
             plots=_json([figure.spec() for figure in drawn]),
             figures={figure.name: figure for figure in drawn},
             definitions=DEFINITIONS,
@@ -150,10 +162,10 @@ def _groups(gallery: Gallery | None) -> list[tuple[str, Sequence[Picture]]]:
     return [(title, pictures) for title, pictures in groups if pictures]
 
 
-def _thumbnails(pictures: Sequence[Picture]) -> Markup:
+def _thumbnails(pictures: Sequence[Picture]) -> str:
     """One rule for each reference, so that its bytes stand in the page once however often it is shown."""
     rules = [f".ref-{i}{{background-image:url({uri})}}" for i, p in enumerate(pictures) if (uri := data_uri(p.png))]
-    return Markup("\n".join(rules))
+    return "\n".join(rules)
 
 
 def data_uri(png: str) -> str | None:
@@ -161,10 +173,10 @@ def data_uri(png: str) -> str | None:
     return f"data:image/png;base64,{png}" if _PNG.fullmatch(png) else None
 
 
-def _json(value: list[dict[str, Any]]) -> Markup:
+def _json(value: list[dict[str, Any]]) -> str:
     """JSON that cannot end the script element that it stands in, nor begin one."""
     text = json.dumps(value, allow_nan=False, separators=(",", ":"))
-    return Markup(text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e"))
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 def _sha256(text: str) -> str:

@@ -87,7 +87,7 @@ def _look(line: Line) -> Trace:
         "name": name,
         "legendgroup": name,
         "line": {"color": colour, "width": 2, "dash": _DASHES[place % len(_DASHES)]},
-        "marker": {"color": colour, "size": 6, "symbol": _MARKERS[line.style % len(_MARKERS)]},
+        "marker": {"color": colour, "size": 7, "symbol": _MARKERS[line.style % len(_MARKERS)]},
     }
 
 
