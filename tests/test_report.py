@@ -19,6 +19,7 @@ from plotly.offline import get_plotlyjs
 import diagnoses
 from nwflow.diagnose.result import Diagnosis
 from nwflow.report import render, render_comparison, write_comparison, write_report
+from nwflow.report._page import _json
 from nwflow.report._series import Line, line_traces
 from nwflow.report._values import fixed, inert, number
 
@@ -200,6 +201,12 @@ def test_names_are_text_wherever_they_stand(number_of: int) -> None:
     labels = [t["name"] for p in page.plots for t in p["data"] if "name" in t]
     assert labels and not any("<" in label or "%{" in label for label in labels)
     assert inert(diagnoses.HOSTILE[2]) in labels or f"A: {inert(diagnoses.HOSTILE[2])}" in labels
+
+
+def test_data_cannot_end_its_script_element() -> None:
+    value = [{"name": "</script><!--<script>&\u2028"}]
+    text = _json(value)
+    assert not set("<>&\u2028") & set(text) and json.loads(text) == value
 
 
 def test_extrapolated_points_are_drawn_apart_and_start_where_measuring_ends() -> None:
