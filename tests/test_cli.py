@@ -86,7 +86,7 @@ def test_help_lists_the_commands_and_shows_examples(capsys: pytest.CaptureFixtur
     alone = capsys.readouterr().out
     run("--help")
     assert capsys.readouterr().out == alone
-    for command in ("sample", "describe", "demo"):
+    for command in ("sample", "describe", "diagnose", "demo"):
         assert command in alone
         run(command, "--help")
         shown = capsys.readouterr().out
@@ -392,7 +392,7 @@ def test_queries_of_another_scale_are_warned_of(line: Tensor, capsys: pytest.Cap
 
 
 def test_demo_draws_every_digit_and_says_what_to_look_at(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run("demo", "--per-class", "2")
+    run("demo", "--per-class", "2", "--no-diagnosis")
     shown = capsys.readouterr().out
     assert "nwflow-demo/demo.png" in shown.replace("\\", "/") and "nwflow describe digits" in shown
     support, table = (
@@ -404,7 +404,7 @@ def test_demo_draws_every_digit_and_says_what_to_look_at(folder: Path, capsys: p
     with Image.open("nwflow-demo/demo.png") as image:
         image.load()
         assert image.width > image.height / 2 and image.text["nwflow:path"] == "CondOT(sigma_min=0.0)"
-    run("demo", "--per-class", "1", "--bandwidth", "0", "--quiet")
+    run("demo", "--per-class", "1", "--bandwidth", "0", "--quiet", "--no-diagnosis")
     with open("nwflow-demo-2/attribution.json", encoding="utf-8") as file:
         counted = json.load(file)["summary"]
     assert counted["copies"] == counted["n"] == 10

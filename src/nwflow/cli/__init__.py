@@ -1,4 +1,4 @@
-"""The command line: ``nwflow sample``, ``nwflow describe``, ``nwflow demo``; the only module that knows all others.
+"""The command line: ``nwflow sample``, ``describe``, ``diagnose`` and ``demo``; the only module that knows all others.
 
 Exit codes: 0, 2 for what the caller can put right (one line on standard error), 130 after Ctrl-C. Fields run from noise
 at t = 0 to data at t = 1.
@@ -22,7 +22,7 @@ from rich.console import Console
 from tyro.conf import OmitArgPrefixes, subcommand
 
 import nwflow
-from nwflow.cli import demo, describe, sample
+from nwflow.cli import demo, describe, diagnose, sample
 
 __all__ = ["main"]
 
@@ -40,6 +40,8 @@ _OPTIONS = {
     r"\blabel=": "--label",
     r"\bweights=": "--weights-column",
     r"\bx0=": "--x0",
+    r"^held_out: ": "--held-out: ",
+    r"^pool: ": "--pool: ",
 }
 
 
@@ -76,6 +78,7 @@ def _parse(argv: Sequence[str]) -> Any:
     commands: Any = (
         Annotated[sample.Sample, subcommand("sample", description=sample.EXAMPLES)]
         | Annotated[describe.Describe, subcommand("describe", description=describe.EXAMPLES)]
+        | Annotated[diagnose.Diagnose, subcommand("diagnose", description=diagnose.EXAMPLES)]
         | Annotated[demo.Demo, subcommand("demo", description=demo.EXAMPLES)]
     )
     try:
@@ -100,7 +103,7 @@ def _parse_error(box: str, argv: Sequence[str]) -> str:
     first = re.sub(r"^Error parsing (\S+): ", r"\1: ", first)
     if near := re.search(r"Perhaps you meant: (?:-\w \S+, )?(--[\w-]+)", " ".join(lines)):
         first += f"; did you mean {near[1]}?"
-    command = next((a for a in argv[:1] if a in ("sample", "describe", "demo")), "")
+    command = next((a for a in argv[:1] if a in ("sample", "describe", "diagnose", "demo")), "")
     return f"{first[:1].lower()}{first[1:]} (see nwflow {command + ' ' if command else ''}--help)"
 
 

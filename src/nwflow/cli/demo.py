@@ -1,4 +1,5 @@
-"""``nwflow demo``: digits drawn class by class, from noise (t = 0) to data (t = 1), beside the references behind them.
+"""``nwflow demo``: digits drawn class by class, from noise (t = 0) to data (t = 1), beside the references behind them,
+and the diagnosis of these references.
 
 The field of a class is ``field.given(labels=[c])``. Followed to the end it lands on its references, one each: every
 sample is a copy. Stopped at a bandwidth h where a few references still share the weight, the denoiser D = sum_i w_i s_i
@@ -7,6 +8,7 @@ is a blend of them, and w says of which.
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -19,22 +21,26 @@ from rich.console import Console
 from tyro.conf import arg
 
 from nwflow.cli import attribution, picture
-from nwflow.cli.files import CONVENTION, check_outputs, run_record, write_csv, write_json, write_png
+from nwflow.cli.diagnose import write_diagnosis
+from nwflow.cli.files import CONVENTION, output_folder, run_record, write_csv, write_json, write_png
+from nwflow.cli.findings import gauges
 from nwflow.cli.options import Flag, Talk, say
+from nwflow.cli.remedy import progress_bars
 from nwflow.data import load_support, save_points
 from nwflow.field import NWField
 from nwflow.paths import CondOT
 from nwflow.sample import sample
 from nwflow.support import Support
 
-EXAMPLES = """Draw handwritten digits class by class and show which references made each. Takes seconds.
+EXAMPLES = """Draw handwritten digits class by class, show which references made each, and diagnose them. Half a minute.
 
 examples:
   nwflow demo
-  nwflow demo --bandwidth 0
+  nwflow demo --bandwidth 0 --no-diagnosis
   nwflow demo --per-class 8 --seed 1 --out more-digits
 """
 _FOLDER = "nwflow-demo"
+_QUERIES = 100  # of the diagnosis: enough for the verdict, and quick
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,8 @@ class Demo:
     """Where to stop and take the denoiser, in units of the pixels (0 to 1); 0 follows the field to the end."""
     seed: int = 0
     """Seed of the noise of digit 0; digit c has SEED + c."""
+    diagnosis: bool = True
+    """Diagnose the references, each digit as a set of its own."""
     force: Flag = False
     """Replace files that are there."""
 
@@ -57,17 +65,10 @@ class Demo:
         if self.per_class < 1:
             raise ValueError(f"--per-class: expected at least 1, got {self.per_class}")
         folder = _free_folder() if self.out is None else Path(self.out).expanduser()
-        names = ("samples.safetensors", "demo.png", "attribution.csv", "attribution.json")
-        made_folder = not folder.exists()
-        folder.mkdir(parents=True, exist_ok=True)
-        try:
-            paths = [folder / name for name in names]
-            check_outputs(paths, self.force)
+        names = ["samples.safetensors", "demo.png", "attribution.csv", "attribution.json"]
+        names += ["report.html", "report.json"] if self.diagnosis else []
+        with output_folder(folder, names, self.force) as paths:
             self._run(command, console, paths)
-        except BaseException:
-            if made_folder and not any(folder.iterdir()):
-                folder.rmdir()
-            raise
 
     def _run(self, command: Sequence[str], console: Console, paths: Sequence[Path]) -> None:
         start = time.perf_counter()
@@ -83,6 +84,8 @@ class Demo:
         seconds = time.perf_counter() - start
         self._write(command, paths, support, field, drawn, made)
         self._say(console, paths, support, made, seconds)
+        if self.diagnosis:
+            self._diagnose(command, console, support, paths[4], paths[5])
 
     def _write(self, command: Any, paths: Sequence[Path], support: Support, field: Any, drawn: Any, made: Any) -> None:
         first = drawn[0][0]
@@ -144,6 +147,25 @@ class Demo:
             "Then try  nwflow demo --bandwidth 0      followed to the end, every sample is a copy",
             "          nwflow describe digits         why: from some bandwidth on, one reference decides",
             "          nwflow sample digits --given 3 8 --n 16 --stop-at 0.5 --denoise",
+        ):
+            say(console, text)
+
+    def _diagnose(self, command: Sequence[str], console: Console, support: Support, page: Path, record: Path) -> None:
+        from nwflow.diagnose import diagnose
+
+        say(
+            console, "\nDoes conditioning on these references work? Each digit is measured on digits that are left out:"
+        )
+        line = shlex.join(["nwflow", *command])
+        with progress_bars(self.talk.quiet) as advance:
+            found = diagnose(support, queries=_QUERIES, seed=self.seed, progress=advance, source="digits", command=line)
+        write_diagnosis(found, page, record, self.force)
+        say(console, found.verdict.text)
+        console.print(gauges(found, console))
+        for text in (
+            f"Look at   {page}",
+            "Then try  nwflow diagnose YOUR-FEATURES --label COLUMN",
+            f"          nwflow sample digits --given 3 --remedy auto --report {record}",
         ):
             say(console, text)
 

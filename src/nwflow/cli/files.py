@@ -6,12 +6,14 @@ carries the run that made it: command, path, seed, accuracy, versions and the co
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import json
+import os
 import platform
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +43,32 @@ def check_outputs(paths: Sequence[Path], force: bool, event_shape: Sequence[int]
         raise FileNotFoundError(f"--out {points}: the folder {points.parent} does not exist")
     if points.is_dir():
         raise IsADirectoryError(f"--out {points}: is a folder, expected the name of a file")
+    refuse_existing(paths, force)
+
+
+def refuse_existing(paths: Sequence[Path], force: bool) -> None:
+    """FileExistsError that names those that are there, unless they may be replaced."""
     there = [str(path) for path in paths if path.exists() or path.is_symlink()]
     if there and not force:
         raise FileExistsError(f"--out: {', '.join(there)}: there already; --force replaces")
+
+
+@contextlib.contextmanager
+def output_folder(folder: Path, names: Sequence[str], force: bool) -> Iterator[list[Path]]:
+    """The paths of files in a folder that is made where it is missing, and taken away again if nothing was written."""
+    if folder.exists() and not folder.is_dir():
+        raise NotADirectoryError(f"--out {folder}: is a file, expected a folder")
+    paths, made = [folder / name for name in names], not folder.exists()
+    refuse_existing(paths, force)
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(f"--out {folder}: no file may be written there")
+        yield paths
+    except BaseException:
+        if made and not any(folder.iterdir()):
+            folder.rmdir()
+        raise
 
 
 def versions() -> dict[str, str]:

@@ -6,7 +6,7 @@ beside the others is refused, never ignored.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path as File
 from typing import Annotated, Any, Literal
 
@@ -17,6 +17,7 @@ from tyro.conf import FlagCreatePairsOff, Positional, arg
 
 from nwflow.data import check_same_scale, check_widths, list_images, load_support
 from nwflow.data.files import is_dataset_folder
+from nwflow.data.tables import TABLES, point_columns, read_table
 from nwflow.field import NWField
 from nwflow.metric import DiagonalMetric, FullMetric, LowRankMetric, Metric, Smoothing, shrunk_covariance
 from nwflow.paths import CondOT, Cosine, Path, VarianceExploding, VariancePreserving
@@ -108,10 +109,31 @@ class Source:
             return None
         return [path.relative_to(folder).as_posix() for path in list_images(folder)[0]] or None
 
+    def column_names(self) -> list[str] | None:
+        """Names of the coordinates, where they are columns of a table."""
+        file = File(self.support).expanduser()
+        if self.columns is not None or file.suffix.lower() not in TABLES or not file.is_file():
+            return None if self.columns is None else list(self.columns)
+        if self.key is not None:
+            return None
+        columns = point_columns(file, read_table(file), {self.label, self.weights_column})
+        return columns if len(columns) > 1 else None
+
+    def other(self, file: str, label: str | None = None) -> Source:
+        """The same way of reading for a second file: all of its rows, without weights; names of arrays and columns,
+        that of the labels included, where such a file has names."""
+        kind = File(file).suffix.lower()
+        named = kind in (*TABLES, ".npz", ".safetensors", ".pt", ".pth")
+        key, columns = (self.key, self.columns) if named else (None, None)
+        label = label or (self.label if named else None)
+        return replace(
+            self, support=file, key=key, columns=columns, label=label, given=None, limit=None, weights_column=None
+        )
+
 
 @dataclass(frozen=True)
-class FieldOptions:
-    """The path from noise to data, and the field on it."""
+class PathOptions:
+    """The path from noise to data."""
 
     path: Literal["condot", "vp", "cosine", "ve"] = "condot"
     """condot: straight lines; vp: variance preserving, linear beta; cosine; ve: variance exploding."""
@@ -123,6 +145,21 @@ class FieldOptions:
     """Rate of noise at t = 1: vp (0.1)."""
     beta_max: Annotated[float | None, optional("BETA")] = None
     """Rate of noise at t = 0: vp (20)."""
+
+    def build_path(self) -> Path:
+        kind, takes = _PATHS[self.path]
+        values = {name: getattr(self, name) for name in ("sigma_min", "sigma_max", "beta_min", "beta_max")}
+        values = {name: value for name, value in values.items() if value is not None}
+        if alien := [name for name in values if name not in takes]:
+            options = " and ".join(_option(name) for name in takes) or "no option"
+            raise ValueError(f"{_option(alien[0])}: no meaning for --path {self.path}, which takes {options}")
+        return kind(**values)
+
+
+@dataclass(frozen=True)
+class FieldOptions(PathOptions):
+    """The path from noise to data, and the field on it."""
+
     smoothing: Annotated[float | None, optional("H0")] = None
     """Replace every reference by a Gaussian of this width, so that samples lie between references, not on them."""
     smoothing_shape: Literal["isotropic", "covariance", "within-class"] = "isotropic"
@@ -138,21 +175,15 @@ class FieldOptions:
     device: str = "auto"
     """cpu, cuda, cuda:1, mps; auto: cuda where there is one."""
 
-    def build_path(self) -> Path:
-        kind, takes = _PATHS[self.path]
-        values = {name: getattr(self, name) for name in ("sigma_min", "sigma_max", "beta_min", "beta_max")}
-        values = {name: value for name, value in values.items() if value is not None}
-        if alien := [name for name in values if name not in takes]:
-            options = " and ".join(_option(name) for name in takes) or "no option"
-            raise ValueError(f"{_option(alien[0])}: no meaning for --path {self.path}, which takes {options}")
-        return kind(**values)
-
     def build(self, pool: Support, support: Support) -> NWField:
         """The field of ``support``; metric and covariance are fitted to ``pool``, everything that was read."""
         metric, smoothing = self._metric(pool), self._smoothing(pool)
-        device = pick_device(self.device)
-        support = support.to(device, None if self.dtype is None else _DTYPES[self.dtype])
-        return NWField(support, self.build_path(), metric, smoothing, self.accuracy).to(device)
+        support = self.place(support)
+        return NWField(support, self.build_path(), metric, smoothing, self.accuracy).to(support.device)
+
+    def place(self, support: Support) -> Support:
+        """The support on the device and in the dtype that are asked for."""
+        return support.to(pick_device(self.device), None if self.dtype is None else _DTYPES[self.dtype])
 
     def _metric(self, pool: Support) -> Metric | None:
         if self.rank is not None and self.metric != "low-rank":

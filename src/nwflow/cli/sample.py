@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -26,6 +26,7 @@ from nwflow.cli.files import (
     write_png,
 )
 from nwflow.cli.options import FieldOptions, Flag, Source, Talk, load_queries, optional, say
+from nwflow.cli.remedy import RemedyOptions, progress_bars
 from nwflow.data import save_points
 from nwflow.data.files import NORMALIZED
 from nwflow.sample import guide, sample
@@ -37,6 +38,7 @@ examples:
   nwflow sample digits --given 3 8 --n 16
   nwflow sample digits --given 3 8 --n 16 --stop-at 0.5 --denoise
   nwflow sample features.parquet --label class --smoothing 0.1
+  nwflow sample digits --given 3 --n 16 --remedy auto
   nwflow sample photos/ --size 64 --n 9 --out photos.npz
 """
 _SHOWN = 8  # rows of the table that are printed
@@ -121,6 +123,7 @@ class Sample:
     source: Source
     sampler: Sampler
     field: FieldOptions
+    remedy: RemedyOptions
     output: Output
     talk: Talk
 
@@ -130,28 +133,36 @@ class Sample:
         check_outputs([out, *self.output.tables], self.output.force)
         if self.output.top < 1:
             raise ValueError(f"--top: expected at least 1, got {self.output.top}")
+        self.remedy.check(self.field, self.sampler.guidance)
         grid, steps = self.sampler.grid_and_steps()
         pool = self.source.load()
         support = self.source.chosen(pool)
         brush = picture.Brush.of(support.points, self.output.invert) if self.output.picture else None
         check_outputs([out, *(self.output.pictures if brush else ())], self.output.force, support.event_shape)
         start = time.perf_counter()
-        field, target = self._field(pool, support)
-        samples = self._draw(field, target.support, grid, steps)
+        with progress_bars(self.talk.quiet, always=self.output.progress) as advance:
+            remedy = self.remedy.fit(self.source, pool, support, self.sampler.seed, advance)
+        field, target = self._field(pool, support, remedy)
+        references = self.field.place(support)  # a remedy may move those of its field
+        samples = self._draw(field, references, grid, steps)
         seconds = time.perf_counter() - start
         points = samples.denoised if self.sampler.denoise else samples.points
-        made = attribution.who_made(points, samples, target.support, self.source.names())
-        record = self._record(command, pool, target, samples, points)
+        made = attribution.who_made(points, samples, references, self.source.names())
+        record = self._record(command, pool, target, samples, points) | self.remedy.record(remedy)
         written = self._write(points, samples, made, record)
         if brush:
             written += self._paint(brush, points, made, pool, record)
-        self._say(console, target, samples, made, seconds)
+        self._say(console, target, samples, made, seconds, remedy)
         if brush and (share := brush.outside(points)) > 0:
             say(console, f"pictures show {brush.low:g} to {brush.high:g}; {100 * share:.2g}% of the pixels lie beyond")
         say(console, f"wrote {', '.join(map(str, written))}")
 
-    def _field(self, pool: Support, support: Support) -> tuple[Any, Any]:
+    def _field(self, pool: Support, support: Support, remedy: Any) -> tuple[Any, Any]:
         """The field to sample, and the one that samples are attributed to."""
+        if remedy is not None:
+            support = self.field.place(support)
+            target = remedy.field(support, self.field.build_path(), self.field.accuracy).to(support.device)
+            return target, target
         target = self.field.build(pool, support)
         if self.sampler.guidance is None:
             return target, target
@@ -165,7 +176,7 @@ class Sample:
             x0 = load_queries(s.x0, "--x0", self.source, support)[:n]
             if n is not None and n > len(x0):
                 raise ValueError(f"--n: expected at most {len(x0)}, the points in {s.x0}, got {n}")
-        return sample(
+        drawn = sample(
             field,
             len(x0) if x0 is not None else 64 if n is None else n,
             steps=steps,
@@ -180,6 +191,9 @@ class Sample:
             batch_size=s.batch_size,
             progress=self.output.progress or (sys.stderr.isatty() and not self.talk.quiet),
         )
+        if drawn.n_eff is None or drawn.n_eff.ndim == 1:
+            return drawn
+        return replace(drawn, n_eff=drawn.n_eff.flatten(1).mean(1))  # of fields with several heads, their mean
 
     def _record(self, command: Sequence[str], pool: Support, target: Any, samples: Any, points: Tensor) -> dict:
         """What made the samples; option values as given, results as computed."""
@@ -231,9 +245,13 @@ class Sample:
             write_png(paths[1], sheet, record, force),
         ]
 
-    def _say(self, console: Console, target: Any, samples: Any, made: Sequence[Made], seconds: float) -> None:
+    def _say(
+        self, console: Console, target: Any, samples: Any, made: Sequence[Made], seconds: float, remedy: Any
+    ) -> None:
         n, verbose, seed = len(made), self.talk.verbose, self.sampler.seed
         say(console, f"{n} samples of {target.support} on {target.path}, {CONVENTION}, seed {seed}")
+        if said := self.remedy.sentence(remedy):
+            say(console, said)
         if verbose:
             for note in target.support.notes:
                 say(console, f"note: {note}")
@@ -246,11 +264,12 @@ class Sample:
             say(console, f"... and {n - _SHOWN} more in {self.output.tables[0]}")
         say(console, attribution.sentence(made))
         copies = attribution.summary(made)["copies"] or 0
-        if copies > n / 2 and self.field.smoothing is None and samples.times[-1] == 1:
-            say(
-                console,
+        if copies > n / 2 and self.field.smoothing is None and remedy is None and samples.times[-1] == 1:
+            for text in (
                 "The exact field ends on its references. To blend them: --stop-at H --denoise, with H above the",
-            )
-            say(console, "collapse that nwflow describe shows. To draw around them: --smoothing H0.")
+                "collapse that nwflow describe shows. To draw around them: --smoothing H0, or --remedy auto, which",
+                "measures what helps.",
+            ):
+                say(console, text)
         if self.output.path.suffix.lower() not in CARRIES_METADATA:
             say(console, "This format has no room for metadata: seed, path and versions are in the .json file.")
