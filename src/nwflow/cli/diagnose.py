@@ -54,8 +54,8 @@ class Measurement:
     """Measure on these points; without them, on references that are left out in turn."""
     held_out_label: Annotated[str | None, optional("NAME")] = None
     """Array or column with the labels of the held-out points (that of --label)."""
-    unit: Annotated[Literal["raw", "relative"] | None, optional("{raw,relative}")] = None
-    """Error that decides: raw, per coordinate; relative, per principal direction (images: raw, all else: relative)."""
+    unit: Literal["auto", "raw", "relative"] = "auto"
+    """Error that decides: raw, per coordinate; relative, per principal direction; auto: raw for images alone."""
     image: Literal["auto", "yes", "no"] = "auto"
     """Whether the points are images; auto: by their shape."""
     queries: int = 400
@@ -81,6 +81,18 @@ class Measurement:
         held = source.other(self.held_out, self.held_out_label).load()
         check_widths(held, support, f"--held-out {self.held_out}", f"references {source.support}")
         return held
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What is measured: references of a file, points beside them, what to note of these, and names of columns."""
+
+    file: str
+    support: Support
+    pool: Support | None
+    held_out: Support | None
+    notes: tuple[str, ...]
+    names: list[str] | None
 
 
 @dataclass(frozen=True)
@@ -121,7 +133,7 @@ class Diagnose:
             raise ValueError("expected FEATURES, or --compare A B (see nwflow diagnose --help)")
         folder = Path(self.report.out or "diagnosis").expanduser()
         with output_folder(folder, ("report.html", "report.json"), self.report.force) as (page, record):
-            found = self._measure(self.source.support, command)
+            found = self._measure(self._load(self.source.support), command)
             write_diagnosis(found, page, record, self.report.force)
         if self.report.json:
             console.file.write(found.to_json())
@@ -132,36 +144,40 @@ class Diagnose:
             say(console, f"\nSample with the remedy: nwflow sample {shlex.quote(self.source.support)} ... {again}")
         say(console, f"wrote {page}, {record}")
 
-    def _measure(self, file: str, command: Sequence[str], prefix: str = "") -> Diagnosis:
-        """The diagnosis of one file of features."""
-        from nwflow.diagnose import diagnose
-
+    def _load(self, file: str) -> Loaded:
+        """Everything that the measurement of one file reads, checked."""
         source, m = replace(self.source, support=file), self.measurement
         everything = source.load()
         support = source.chosen(everything)
         pool = self.pool.load_pool(source, everything, support)
         held = m.load_held_out(source, support)
-        notes = _norms(support, source.support, {"--held-out": (held, m.held_out), "--pool": (pool, self.pool.pool)})
+        notes = _norms(support, file, {"--held-out": (held, m.held_out), "--pool": (pool, self.pool.pool)})
+        return Loaded(file, support, pool, held, notes, source.column_names())
+
+    def _measure(self, loaded: Loaded, command: Sequence[str], prefix: str = "") -> Diagnosis:
+        """The diagnosis of what was loaded."""
+        from nwflow.diagnose import diagnose
+
+        m = self.measurement
         with progress_bars(self.talk.quiet, prefix, self.report.progress) as advance:
             found = diagnose(
-                support,
+                loaded.support,
                 path=self.path.build_path(),
-                held_out=held,
-                pool=pool,
-                unit=m.unit,
+                held_out=loaded.held_out,
+                pool=loaded.pool,
+                unit=None if m.unit == "auto" else m.unit,
                 seed=m.seed,
                 queries=m.queries,
                 references=m.references,
                 image={"auto": None, "yes": True, "no": False}[m.image],
-                names=source.column_names(),
-                normalize=source.normalize,
+                names=loaded.names,
+                normalize=self.source.normalize,
                 progress=advance,
-                source=file,
+                source=loaded.file,
                 command=shlex.join(["nwflow", *command]),
                 held_out_name=m.held_out,
             )
-        missing = [note for note in notes if note not in found.data.notes]
-        return replace(found, data=replace(found.data, notes=(*found.data.notes, *missing)))
+        return replace(found, data=replace(found.data, notes=(*found.data.notes, *loaded.notes)))
 
     def _compare(self, command: Sequence[str], console: Console, *files: str) -> None:
         from nwflow.report import write_comparison
@@ -173,10 +189,10 @@ class Diagnose:
             self._refuse_measuring()
         folder, names = Path(self.report.out or "comparison").expanduser(), ("report-a.json", "report-b.json")
         with output_folder(folder, ("comparison.html", *names), self.report.force) as (page, *records):
-            known = [None if r is None else read_report(r) for r in reports]  # bad ones are seen before measuring
+            known = [self._load(f) if r is None else read_report(r) for r, f in zip(reports, files, strict=True)]
             a, b = (
-                found or self._measure(file, command, f"{letter}: ")
-                for found, file, letter in zip(known, files, "AB", strict=True)
+                self._measure(one, command, f"{letter}: ") if isinstance(one, Loaded) else one
+                for letter, one in zip("AB", known, strict=True)
             )
             for found, record in zip((a, b), records, strict=True):
                 write_text(record, found.to_json(), self.report.force)
@@ -206,7 +222,7 @@ def write_diagnosis(found: Diagnosis, page: Path, record: Path, force: bool) -> 
     write_text(page, html, force)
 
 
-def _norms(support: Support, name: str, others: dict[str, tuple[Support | None, Any]]) -> list[str]:
+def _norms(support: Support, name: str, others: dict[str, tuple[Support | None, Any]]) -> tuple[str, ...]:
     """What to note of other points whose mean norm is not that of the references; warns above a factor of 2."""
     notes = []
     for option, (points, file) in others.items():
@@ -215,4 +231,4 @@ def _norms(support: Support, name: str, others: dict[str, tuple[Support | None, 
         ratio = check_same_scale(points, support, f"{option} {file}", f"references {name}")
         if ratio > 2 and math.isfinite(ratio):
             notes.append(f"{option} {file}: mean norm differs from that of the references by a factor of {ratio:.3g}")
-    return notes
+    return tuple(notes)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from nwflow.diagnose.result import Diagnosis, Regime, Remedy
 
 SHOWN = 6  # remedies that are printed
-_BAR = 20
+_BAR = 16
 
 
 def read_report(path: Path) -> Diagnosis:
@@ -42,9 +42,12 @@ def report_file(path: Path) -> Path | None:
 def say_findings(console: Console, diagnosis: Diagnosis, verbose: bool = False) -> None:
     """All of it, in the order in which it is read."""
     d, data = diagnosis, diagnosis.data
-    classes = f" in {len(data.classes)} classes" if data.classes else ""
-    queries = f"{data.queries:,} queries" + (f" from {data.held_out}" if data.held_out else ", left out in turn")
-    say(console, f"{data.source}: {data.n:,} references of {data.d:,} numbers{classes}; {queries}; seed {d.run.seed}")
+    classes = f" in {_count(len(data.classes), 'class', 'classes')}" if data.classes else ""
+    queries = _count(data.queries, "query", "queries") + (
+        f" from {data.held_out}" if data.held_out else ", left out in turn"
+    )
+    what = f"{_count(data.n, 'reference')} of {_count(data.d, 'number')}{classes}"
+    say(console, f"{data.source}: {what}; {queries}; seed {d.run.seed}")
     if verbose:
         for note in data.notes:
             say(console, f"note: {note}")
@@ -53,8 +56,9 @@ def say_findings(console: Console, diagnosis: Diagnosis, verbose: bool = False) 
     if verbose:
         for name, regime in d.regimes.items():
             say(console, f"{name}: {regime.text}")
-    say(console, "")
-    console.print(remedies(d, None if verbose else SHOWN))
+    if d.remedies:
+        say(console, "")
+        console.print(remedies(d, None if verbose else SHOWN))
 
 
 def gauges(d: Diagnosis, console: Console) -> Table:
@@ -90,14 +94,14 @@ def comparison(a: Diagnosis, b: Diagnosis) -> Table:
     both = (a, b)
     out.add_row("verdict", *(d.verdict.regime for d in both))
     for name in a.regimes:
-        values = [" ".join(_share(d.regimes[name])) if name in d.regimes else "-" for d in both]
+        values = ["{}  ({})".format(*_share(d.regimes[name])) if name in d.regimes else "-" for d in both]
         out.add_row(name, *values)
     out.add_row("skill without remedy", *(_two(plug_in_skill(d)) for d in both))
     out.add_row("best remedy", *(d.verdict.remedy or "none helps" for d in both))
     out.add_row(
         "its skill", *(" ".join(_skill(d.remedy(d.verdict.remedy))[:2]) if d.verdict.remedy else "-" for d in both)
     )
-    out.add_row("references", *(f"{d.data.n:,} of {d.data.d:,} numbers" for d in both))
+    out.add_row("references", *(f"{d.data.n:,} of {_count(d.data.d, 'number')}" for d in both))
     out.add_row("error unit", *(d.verdict.unit for d in both))
     out.add_row("", *(d.verdict.text for d in both))
     return out
@@ -122,6 +126,10 @@ def _share(regime: Regime) -> tuple[str, str]:
 def _skill(r: Remedy) -> tuple[str, str, str]:
     spread = "" if r.skill_low is None or r.skill_high is None else f"{r.skill_low:.2f} .. {r.skill_high:.2f}"
     return _two(r.skill), spread, _two(None if r.error is None else r.error[0])
+
+
+def _count(n: int, one: str, many: str | None = None) -> str:
+    return f"{n:,} {one if n == 1 else many or one + 's'}"
 
 
 def _marked(name: str, decides: bool) -> str:

@@ -154,7 +154,8 @@ def progress_bars(quiet: bool, prefix: str = "", always: bool = False) -> Iterat
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=console.is_terminal) as bar:  # a log keeps the last state
         stages: dict[str, Any] = {}
 
         def advance(stage: str, share: float) -> None:

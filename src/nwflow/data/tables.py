@@ -127,6 +127,8 @@ def point_columns(path: Path, table: Any, taken: set[str | None]) -> list[str]:
     if len(vectors) > 1:
         raise ValueError(f"{path}: has several columns of vectors, choose one with key=: {first(vectors)}")
     numeric = vectors or [name for name, kind in kinds.items() if kind == "number"]
+    if not numeric and any(f.type == "null" for f in table.schema):
+        raise ValueError(f"{path}: no references (every number is missing or NaN; columns {first(table.column_names)})")
     if not numeric:
         raise ValueError(f"{path}: no numeric column and no column of vectors (columns: {first(table.column_names)})")
     return numeric
