@@ -14,7 +14,7 @@ help:  ## this list
 
 setup: $(READY)  ## create .venv and install nwflow for development
 
-demo: $(READY)  ## sample digits from a handful of references: a picture and a table
+demo: $(READY)  ## sample digits from their references, and say whether that works: a picture, a table, a report
 	$(BIN)/nwflow demo
 
 test: lint  ## all checks and all tests

@@ -159,8 +159,10 @@ def progress_bars(quiet: bool, prefix: str = "", always: bool = False) -> Iterat
         stages: dict[str, Any] = {}
 
         def advance(stage: str, share: float) -> None:
-            if stage not in stages:
-                stages[stage] = bar.add_task(prefix + stage, total=1.0)
+            if stage not in stages:  # what came before is over, whatever it said of itself
+                for earlier in stages.values():
+                    bar.update(earlier, completed=1.0)
+                stages[stage] = bar.add_task(prefix + stage, total=1.0, visible=stage != "done")
             bar.update(stages[stage], completed=share)
 
         yield advance
