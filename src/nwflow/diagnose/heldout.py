@@ -8,7 +8,7 @@ its whole fold. With labels every class is a set of references of its own, for i
 Every denoiser here is a Gaussian-smoothed, possibly contracted support (DESIGN's smoothed support) in the eigenbasis of
 its covariance, where P = 1 / (alpha^2 lambda + sigma^2) is diagonal:
 
-    y = alpha P x,   b = alpha^2 P,   l_i = y . z_i - b . z_i^2 / 2,   D = m + alpha lambda P (x - alpha m),   m = w . z.
+    y = alpha P x,  b = alpha^2 P,  l_i = y . z_i - b . z_i^2 / 2,  m = w . z,  D = m + alpha lambda P (x - alpha m).
 
 lambda = 0 is the plug-in, one point the linear denoiser. Everything is float64 on centred data.
 """

@@ -6,8 +6,7 @@ queries. A metric has a path of its own, on which the linear denoiser is measure
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,11 +14,14 @@ from torch import Tensor
 
 from nwflow.diagnose import remedies
 from nwflow.diagnose.heldout import Answer, Fold, Problem, denoise
-from nwflow.diagnose.remedies import Gaussians, Pool, Stretched
+from nwflow.diagnose.remedies import Gaussians, Pool
 from nwflow.diagnose.shape import Shape, eigen, fit_shape
+from nwflow.subspace import SubspaceField
+from nwflow.support import Support
 
 BLOCKS = (1, 4)  # sizes of the blocks of principal directions
-OWN_PATH = "metric-"
+OWN_PATH, PATCHES = "metric-", "patches-"
+_PATCH_WORK = 2e9  # pairs of pixels that all patches may cost: fewer queries beyond
 Progress = Callable[[str, float], None]
 
 
@@ -50,16 +52,19 @@ def names(problem: Problem, has_pool: bool) -> list[str]:
 
 
 def measure(problem: Problem, pools: dict[int, list[Tensor]] | None, progress: Progress,
-            only: Iterable[str] | None = None, refs: dict[int, Tensor] | None = None) -> Measured:  # fmt: skip
+            only: Iterable[str] | None = None, refs: dict[int, Tensor] | None = None,
+            images: Sequence[int] | None = None) -> Measured:  # fmt: skip
     """Every denoiser on every fold.
 
     Args:
         pools: by fold number, rows of every class that may be fitted, ``(n_c, d)`` each; None without a pool.
         only: names to measure (all when None); the plug-in and the linear denoiser always are.
+        images: event shape where patches are to be measured too.
         refs: by fold (its place in ``problem.folds``) rows to use in place of all references: a learning curve.
     """
     shape = (len(problem.grid.t), problem.n_queries)
-    out = Measured({}, *(torch.full(shape, torch.nan, dtype=torch.float64) for _ in range(3)))
+    empty = torch.full(shape, torch.nan, dtype=torch.float64)
+    out = Measured({}, empty, empty.clone(), empty.clone())
     wanted = list(only) if only is not None else names(problem, pools is not None)
     infos: dict[int, Pool] = {}
     for i, fold in enumerate(problem.folds):
@@ -71,6 +76,8 @@ def measure(problem: Problem, pools: dict[int, list[Tensor]] | None, progress: P
             infos[fold.number] = remedies.fit_pool(pools[fold.number])
         one = _OneFold(problem, fold, rows, train, out)
         one.everything(wanted, None if pools is None else _for_class(infos[fold.number], pools[fold.number], fold.part))
+        if images is not None:
+            one.patches("patches-5", tuple(images))
         progress("held-out errors", (i + 1) / len(problem.folds))
     return out
 
@@ -177,11 +184,22 @@ class _OneFold:
         self.put(name, found, basis, x1)
         self.out.settings.setdefault(name, []).append({"block": float(block)})
 
-
-def stretched(x: Tensor, kind: str, shape: Shape | None = None) -> Stretched:
-    return remedies.metric(x, kind, shape)
-
-
-def window_mean(values: Tensor, window: Tensor) -> Tensor:
-    """Mean over the times of the window, ``(..., T, Q)`` to ``(..., Q)``."""
-    return values[..., window, :].mean(-2) if bool(window.any()) else values.mean(-2) * math.nan
+    def patches(self, name: str, event: tuple[int, ...]) -> None:
+        """Smoothers in image patches, for as many queries as the work allows; what equals a query is no reference."""
+        grid, p = self.problem.grid, self.problem
+        rows = self.rows if self.own is None else self.rows[~self.own.any(0)]
+        work = len(grid.t) * max(1, len(rows)) * p.d * p.n_queries
+        n = min(len(self.fold.at), max(1, int(len(self.fold.at) * min(1.0, _PATCH_WORK / work))))
+        if len(rows) < 2 or (len(event) == 3 and event[0] not in (1, 3)) or min(event[-2:]) < 5:
+            return
+        at, centre = self.fold.at[:n], self.centre
+        field = SubspaceField.patches(Support((p.points[rows] - centre).reshape(-1, *event)), size=5)
+        x = self.x[:, :n].reshape(len(grid.t), n, *event)
+        one = [
+            field.denoise(v / (a + s), float(a / (a + s))) for v, a, s in zip(x, grid.alpha, grid.sigma, strict=True)
+        ]
+        found = torch.stack(one).reshape(len(grid.t), n, -1)
+        p_units = p.units
+        self.out.put(p, name, at, p_units(found - self.x1[:n]))
+        self.out.put(p, name + " linear", at, self.out.errors["linear"][:, :, at])
+        self.out.settings.setdefault(name, []).append({"size": 5.0})

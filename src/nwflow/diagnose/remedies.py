@@ -6,8 +6,8 @@ r"""The remedies without training: each fits a support once and gives a field; i
     pool        few references of a class, and a labelled pool of others: C = (kappa W + m S) / (kappa + m) between the
                 pool's within-class covariance W and the class's own S, and a mean shrunk towards the classes' mean
 
-kappa maximises the pool classes' marginal likelihood under C_c ~ inverse Wishart(kappa W, kappa + d + 1), in the leading
-HEAD directions of W; the other directions keep W's axes. The mean is the posterior mean under mu_c ~ N(mu_0, B), B by
+kappa maximises the pool classes' marginal likelihood under C_c ~ inverse Wishart(kappa W, kappa + d + 1), over the
+directions that hold most of W. C is full in the leading HEAD directions of W; the others keep W's axes. The mean is the posterior mean under mu_c ~ N(mu_0, B), B by
 moments. As m grows both go to the class's own, for few references to the pool's (empirical Bayes; Efron and Morris).
 Time runs from t = 0, noise, to t = 1, data.
 """
@@ -153,7 +153,7 @@ class Pool:
 
 
 def fit_pool(classes: Sequence[Tensor], without: int | None = None) -> Pool:
-    """Pool of ``classes``, rows ``(n_c, d)`` each; ``without``: this one's mean does not count for the mean of means."""
+    """Pool of ``classes``, rows ``(n_c, d)`` each; ``without``: this one's mean does not count among the means."""
     residuals = [c - c.mean(0) for c in classes if len(c) > 1]
     if not residuals:
         raise ValueError("pool: expected a class of at least two points, got none")
@@ -196,7 +196,6 @@ def _kappa(spread: Sequence[tuple[Tensor, int]], d: int) -> float:
 def pool(x: Tensor, info: Pool, equal: Tensor | None = None) -> Gaussians:
     """References ``(m, d)`` of one class, mean and covariance shrunk between the class and the pool."""
     x = _rows(x)
-    m, within = len(x), info.within
     mean, shape = x.mean(0), _shrunk(x, info)
     gain = info.between / (info.between + info.within.variances / len(x))
     gain = torch.where(torch.isnan(gain), 1.0, gain)

@@ -192,7 +192,7 @@ class Gallery:
 @dataclass(frozen=True)
 class Data:
     """What was measured: ``n`` points of ``d`` numbers, ``unique`` of them; ``classes`` (name, size); ``queries``
-    points were left out or held out in turn, each seen against ``references`` (median); ``scale`` is sqrt(tr Cov / d)."""
+    points were left out or held out in turn, each beside ``references`` others (median); ``scale`` sqrt(tr Cov / d)."""
 
     source: str
     n: int

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from nwflow.diagnose.heldout import LEAST, MOST, Problem
-from nwflow.diagnose.measure import OWN_PATH, Measured
+from nwflow.diagnose.measure import OWN_PATH, PATCHES, Measured
 from nwflow.diagnose.result import Interval, Regime, Remedy, Verdict
 
 HEALTHY = 0.1
@@ -55,15 +55,16 @@ class Gauges:
     @classmethod
     def of(cls, problem: Problem, measured: Measured, unit: int) -> Gauges:
         done = torch.isfinite(measured.errors["plug-in"][unit]).all(0)
-        for values in measured.errors.values():
-            done = done & torch.isfinite(values[unit]).all(0)
+        for name, values in measured.errors.items():
+            if not name.startswith(PATCHES):
+                done = done & torch.isfinite(values[unit]).all(0)
         q = int(done.sum())
         generator = torch.Generator().manual_seed(problem.seed + 1)
         picks = torch.randint(q, (_DRAWS, q), generator=generator) if q else torch.zeros(0, 0, dtype=torch.long)
         counts = torch.ones(1 + len(picks), q, dtype=torch.float64)
         counts[1:] = torch.stack([torch.bincount(p, minlength=q) for p in picks]) if q else counts[1:]
         weights = counts / max(1, q)
-        mean = {k: weights @ v[unit][:, done].mT for k, v in measured.errors.items()}
+        mean = {k: _mean(weights, v[unit][:, done]) for k, v in measured.errors.items()}
         sizes = [len(f.refs) for f in problem.folds]
         few = min(FEW, (1.0 + (sum(sizes) / max(1, len(sizes)))) / 2.0)
         return cls(mean, weights @ measured.n_eff[:, done].mT, problem.window[unit], few)
@@ -78,14 +79,18 @@ class Gauges:
 
     def skill(self, name: str) -> Tensor:
         """Mean over the window of 1 - error / linear error, ``(1 + draws,)``."""
-        base = self.mean[name + " linear" if name.startswith(OWN_PATH) else "linear"]
         window = self.own_window(name)
         if not bool(window.any()):
             return self.mean[name].new_full((len(self.mean[name]),), math.nan)
-        return (1.0 - self.mean[name] / base)[:, window].mean(-1)
+        return (1.0 - self.mean[name] / self.base(name))[:, window].mean(-1)
+
+    def base(self, name: str) -> Tensor:
+        """The linear denoiser's errors on the same path for the same queries."""
+        return self.mean.get(name + " linear", self.mean["linear"])
 
     def same_path(self) -> list[str]:
-        return [k for k in self.mean if not k.startswith(OWN_PATH) and k not in ("plug-in", *COMPARISON)]
+        away = (OWN_PATH, PATCHES)
+        return [k for k in self.mean if not k.startswith(away) and k not in ("plug-in", *COMPARISON)]
 
     def remedies(self) -> list[str]:
         return [k for k in self.mean if not k.endswith("linear") and k not in ("plug-in", *COMPARISON)]
@@ -117,13 +122,20 @@ class Gauges:
         return {"excess": excess.amax(-1).clamp(min=0.0), "shape": shape, "metric": metric}
 
 
+def _mean(weights: Tensor, errors: Tensor) -> Tensor:
+    """Weighted means ``(draws, T)`` of errors ``(T, Q)`` over the queries that have them."""
+    done = torch.isfinite(errors).all(0)
+    some = weights[:, done]
+    return (some @ errors[:, done].mT) / some.sum(-1, keepdim=True)
+
+
 def _share(part: Tensor, whole: Tensor) -> Tensor:
     return part.sum(-1) / whole.sum(-1)
 
 
-def regimes(g: Gauges, scarcity: Interval | None, few_points: bool) -> dict[str, Regime]:
+def regimes(g: Gauges | None, scarcity: Interval | None, few_points: bool) -> dict[str, Regime]:
     """The three gauges with what they mean; ``few_points``: too few references to measure anything."""
-    if few_points:
+    if few_points or g is None:
         nothing = "There are too few references to leave one out: not measured."
         text = "Fewer than three distinct references: no denoiser can know more than that they exist."
         return {
@@ -162,8 +174,8 @@ def decide(found: dict[str, Regime], best: str | None, gain: float | None, unit:
         rest = extra or "No remedy gains on the exact field."
         return Verdict("healthy", f"Healthy: conditioning on these references works. {rest}", best, unit)
     first = {
-        "collapse": f"Nearest-neighbour collapse: one reference takes the weight too early, which costs {sizes[name]:.0%} "
-        "of the error.",
+        "collapse": "Nearest-neighbour collapse: one reference takes the weight too early, which costs "
+        f"{sizes[name]:.0%} of the error.",
         "geometry": f"Geometry mismatch: an isotropic kernel does not fit these data, which costs {sizes[name]:.0%} of "
         "the error.",
         "scarcity": f"Support scarcity: four times as many references would remove {sizes[name]:.0%} of the error that "

@@ -1,0 +1,158 @@
+r"""Samples of the plug-in and of the best remedy: how many are copies, how far they are from held-out points, pictures.
+
+Sampled from t = 0 (noise) to t = 1 (data) with the default sampler; the share of copies is that of
+:func:`nwflow.metrics.memorisation`, beside the same on held-out points.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from nwflow.diagnose.choose import fit_remedy
+from nwflow.diagnose.result import Gallery, Interval, Picture, Predicted
+from nwflow.field import NWField
+from nwflow.metrics import memorisation, mmd2
+from nwflow.metrics.bandwidth import median_bandwidth
+from nwflow.paths import CondOT, Path
+from nwflow.sample import sample
+from nwflow.support import Support
+
+MOST = 2000  # references that samples are drawn from
+N, SHOWN, STEPS = 64, 8, 20
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What :func:`copies_and_gallery` finds."""
+
+    copies: Interval | None
+    copies_held_out: Interval | None
+    mmd2: tuple[Predicted, ...]
+    gallery: Gallery | None
+
+
+def is_image(support: Support) -> bool:
+    """Whether events can be images: (H, W), (C, H, W) or (H, W, C) with 1 or 3 channels and sides of at least 4."""
+    s = tuple(support.event_shape)
+    if len(s) == 2:
+        return min(s) >= 4
+    return len(s) == 3 and ((s[0] in (1, 3) and min(s[1:]) >= 4) or (s[2] in (1, 3) and min(s[:2]) >= 4))
+
+
+def copies_and_gallery(support: Support, queries: Tensor, path: Path, best: str | None, pool: Support | None,
+                       image: bool, seed: int, progress: Callable[[str, float], None]) -> Drawn:  # fmt: skip
+    """Samples of one set: of the largest class where there are labels, of at most MOST references."""
+    part, others = _one_set(support, pool, seed)
+    flat = part.points[part.valid].flatten(1).double()
+    path = CondOT(sigma_min=0.0) if float(path.bandwidth_range[0]) == 0.0 else path
+    plain = sample(NWField(part, path), N, steps=STEPS, seed=seed)
+    found = memorisation(plain.points.flatten(1).double(), flat) if _distinct(flat) > 1 else None
+    held = memorisation(queries, flat) if _distinct(flat) > 1 and support.labels is None else None
+    progress("samples", 0.4)
+    mmd = _mmd(part, queries, path, seed) if support.labels is None else ()
+    progress("samples", 0.8)
+    gallery = _gallery(part, plain, path, best, others, seed) if image else None
+    return Drawn(_share(found), _share(held), mmd, gallery)
+
+
+def _one_set(support: Support, pool: Support | None, seed: int) -> tuple[Support, Support | None]:
+    others, part = pool, support
+    if support.labels is not None and pool is None:
+        labels = support.labels[support.valid]
+        code = int(labels.mode().values)
+        keep = support.valid & (support.labels == code)
+        rest = (support.valid & (support.labels != code)).nonzero().squeeze(-1)
+        others = support.select(rest) if len(rest) else None
+        part = support.select(keep)
+    rows = part.valid.nonzero().squeeze(-1)
+    if len(rows) > MOST:
+        rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))[:MOST]]
+    return part.select(rows.sort().values), others
+
+
+def _distinct(x: Tensor) -> int:
+    return len(torch.unique(x, dim=0))
+
+
+def _share(found: Any) -> Interval | None:
+    return None if found is None else (found.share, *found.interval)
+
+
+def _mmd(part: Support, queries: Tensor, path: Path, seed: int) -> tuple[Predicted, ...]:
+    """MMD^2 of plug-in samples of m / 8 ... m references to held-out points, one bandwidth for all."""
+    held = queries[:200]
+    if len(held) < 4 or _distinct(held) < 2:
+        return ()
+    width, out = median_bandwidth(held), []
+    rows = part.valid.nonzero().squeeze(-1)
+    order = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed + 4))]
+    for k in (3, 2, 1, 0):
+        m = len(order) >> k
+        if m < 1:
+            continue
+        drawn = sample(NWField(part.select(order[:m]), path), 2 * N, steps=STEPS, seed=seed + k).points
+        d = mmd2(drawn.flatten(1).double(), held, bandwidth=width)
+        low, high = d.interval if d.interval is not None else (d.value, d.value)
+        out.append(Predicted(float(m), d.value, low, high, extrapolated=False))
+    return tuple(out)
+
+
+def _gallery(part: Support, plain: Any, path: Path, best: str | None, pool: Support | None, seed: int) -> Gallery:
+    """Pictures of samples with the references that made them."""
+    remedied = None
+    if best is not None:
+        field = fit_remedy(best, part, pool).field(part, path, 1e-3)
+        remedied = sample(field, SHOWN, steps=STEPS, seed=seed)
+    low, high = (float(v) for v in torch.aminmax(part.points.double()))
+    shown: dict[int, int] = {}
+    references: list[Picture] = []
+    place = {int(r): i for i, r in enumerate(part.rows.tolist())}
+
+    def add(row: int) -> int:
+        if row not in shown:
+            shown[row] = len(references)
+            references.append(Picture(_png(part.points[place[row]], low, high), f"row {row}"))
+        return shown[row]
+
+    flat = part.points.flatten(1).double()
+
+    def pictures(drawn: Any) -> tuple[Picture, ...]:
+        ratio = memorisation(drawn.points[:SHOWN].flatten(1).double(), flat).ratio if _distinct(flat) > 1 else None
+        out = []
+        for i in range(min(SHOWN, len(drawn.points))):
+            made = []
+            if drawn.attribution is not None:
+                pairs = zip(drawn.attribution.indices[i].tolist(), drawn.attribution.weights[i].tolist(), strict=True)
+                made = [(add(r), r, w) for r, w in list(pairs)[:3] if r >= 0 and w > 0.01]
+            made_of = tuple(made)
+            out.append(
+                Picture(_png(drawn.points[i], low, high), f"sample {i}", made_of, None if ratio is None else ratio[i])
+            )
+        return tuple(out)
+
+    first = pictures(plain)
+    second = () if remedied is None else pictures(remedied)
+    return Gallery(tuple(references), first, second, best)
+
+
+def _png(x: Tensor, low: float, high: float) -> str:
+    """One event as a PNG in base64, dark to bright over the references' range."""
+    v = ((x.double() - low) / max(high - low, 1e-300)).clamp(0, 1)
+    if v.ndim == 3 and v.shape[0] in (1, 3):
+        v = v.permute(1, 2, 0)
+    if v.ndim == 3 and v.shape[2] == 1:
+        v = v[..., 0]
+    picture = Image.fromarray((v * 255).round().to(torch.uint8).numpy())
+    while max(picture.size) > 96:
+        picture = picture.reduce(2)
+    out = io.BytesIO()
+    picture.save(out, "PNG", optimize=True)
+    return base64.b64encode(out.getvalue()).decode()
