@@ -52,7 +52,8 @@ def rows_of(support: Support) -> Tensor:
     """Points that count, ``(n, d)`` float64."""
     if support.is_batch:
         raise ValueError(f"support: expected one set of references, got {support.n_tasks} tasks; give one at a time")
-    return support.points[support.valid].detach().flatten(1).double()
+    x = support.points[support.valid].detach()
+    return x.reshape(len(x), -1).double()
 
 
 def classes_of(support: Support) -> list[Tensor]:

@@ -7,8 +7,9 @@ r"""The remedies without training: each fits a support once and gives a field; i
                 pool's within-class covariance W and the class's own S, and a mean shrunk towards the classes' mean
 
 kappa maximises the pool classes' marginal likelihood under C_c ~ inverse Wishart(kappa W, kappa + d + 1), over the
-directions that hold most of W. C is full in the leading HEAD directions of W; the others keep W's axes. The mean is the posterior mean under mu_c ~ N(mu_0, B), B by
-moments. As m grows both go to the class's own, for few references to the pool's (empirical Bayes; Efron and Morris).
+directions that hold most of W. C is full in the leading HEAD directions of W; the others keep W's axes. The mean is the
+posterior mean under mu_c ~ N(mu_0, B), B by moments. As m grows both go to the class's own, for few references to the
+pool's (empirical Bayes; Efron and Morris).
 Time runs from t = 0, noise, to t = 1, data.
 """
 

@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from nwflow.diagnose.choose import fit_remedy
+from nwflow.diagnose.choose import fit_remedy, rows_of
 from nwflow.diagnose.result import Gallery, Interval, Picture, Predicted
 from nwflow.field import NWField
 from nwflow.metrics import memorisation, mmd2
@@ -51,10 +51,10 @@ def copies_and_gallery(support: Support, queries: Tensor, path: Path, best: str 
                        image: bool, seed: int, progress: Callable[[str, float], None]) -> Drawn:  # fmt: skip
     """Samples of one set: of the largest class where there are labels, of at most MOST references."""
     part, others = _one_set(support, pool, seed)
-    flat = part.points[part.valid].flatten(1).double()
+    flat = rows_of(part)
     path = CondOT(sigma_min=0.0) if float(path.bandwidth_range[0]) == 0.0 else path
     plain = sample(NWField(part, path), N, steps=STEPS, seed=seed)
-    found = memorisation(plain.points.flatten(1).double(), flat) if _distinct(flat) > 1 else None
+    found = memorisation(_flat(plain.points), flat) if _distinct(flat) > 1 else None
     held = memorisation(queries, flat) if _distinct(flat) > 1 and support.labels is None else None
     progress("samples", 0.4)
     mmd = _mmd(part, queries, path, seed) if support.labels is None else ()
@@ -78,6 +78,10 @@ def _one_set(support: Support, pool: Support | None, seed: int) -> tuple[Support
     return part.select(rows.sort().values), others
 
 
+def _flat(x: Tensor) -> Tensor:
+    return x.reshape(len(x), -1).double()
+
+
 def _distinct(x: Tensor) -> int:
     return len(torch.unique(x, dim=0))
 
@@ -99,7 +103,7 @@ def _mmd(part: Support, queries: Tensor, path: Path, seed: int) -> tuple[Predict
         if m < 1:
             continue
         drawn = sample(NWField(part.select(order[:m]), path), 2 * N, steps=STEPS, seed=seed + k).points
-        d = mmd2(drawn.flatten(1).double(), held, bandwidth=width)
+        d = mmd2(_flat(drawn), held, bandwidth=width)
         low, high = d.interval if d.interval is not None else (d.value, d.value)
         out.append(Predicted(float(m), d.value, low, high, extrapolated=False))
     return tuple(out)
@@ -122,10 +126,10 @@ def _gallery(part: Support, plain: Any, path: Path, best: str | None, pool: Supp
             references.append(Picture(_png(part.points[place[row]], low, high), f"row {row}"))
         return shown[row]
 
-    flat = part.points.flatten(1).double()
+    flat = rows_of(part)
 
     def pictures(drawn: Any) -> tuple[Picture, ...]:
-        ratio = memorisation(drawn.points[:SHOWN].flatten(1).double(), flat).ratio if _distinct(flat) > 1 else None
+        ratio = memorisation(_flat(drawn.points[:SHOWN]), flat).ratio if _distinct(flat) > 1 else None
         out = []
         for i in range(min(SHOWN, len(drawn.points))):
             made = []

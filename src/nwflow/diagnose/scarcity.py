@@ -38,7 +38,8 @@ def learning_curve(problem: Problem, pools: dict[int, list[Tensor]] | None, full
         for repeat in range(repeats):
             refs = {i: _subset(problem, i, k, generator) for i in range(len(problem.folds))}
             only = [] if remedy == "linear" else [remedy]
-            part = measure(problem, pools, lambda _stage, _share: None, only=only, refs=refs)
+            fewer = None if pools is None else {f: [_halved(c, k, generator) for c in v] for f, v in pools.items()}
+            part = measure(problem, fewer, lambda _stage, _share: None, only=only, refs=refs)
             if "plug-in" not in part.errors:
                 break
             for n in names:
@@ -59,6 +60,11 @@ def _subset(problem: Problem, i: int, k: int, generator: torch.Generator) -> Ten
     """A part of the references that may be fitted: what is left out stays left out."""
     rows = problem.folds[i].train
     return rows[torch.randperm(len(rows), generator=generator)[: max(1, len(rows) // 2**k)]]
+
+
+def _halved(rows: Tensor, k: int, generator: torch.Generator) -> Tensor:
+    """A class of the pool at the same share; two of it stay, since one says nothing about its spread."""
+    return rows[torch.randperm(len(rows), generator=generator)[: max(2, len(rows) // 2**k)]]
 
 
 def _per_query(problem: Problem, measured: Measured, name: str, unit: int) -> Tensor:

@@ -3,7 +3,8 @@ r"""Shapes of covariance fitted to few points, and the bandwidth floor h0 of lar
 A shape is a covariance C = B diag(v) B^T. Full shapes are shrunk by Ledoit and Wolf (2004), towards the mean variance
 or, where columns have scales of their own, towards their variances: whichever predicts left-out points better. A
 smoothed support replaces each point s by N(mu + a (s - mu), h0^2 C) with a = 1 or, *contracted*, a = sqrt(1 - h0^2):
-then the mixture keeps the covariance C (West 1993), h0 = 0 is the plug-in and h0 = 1 the linear (Wiener) denoiser. h0 maximises
+then the mixture keeps the covariance C (West 1993), h0 = 0 is the plug-in and h0 = 1 the linear (Wiener) denoiser.
+h0 maximises
 
     sum_i log 1/(n-1) sum_{j != i} N(s_i; mu + a (s_j - mu), h0^2 C).
 """

@@ -8,7 +8,9 @@ t = 1 data):
     geometry   the largest of: the greatest (P - B) / P - 1 / (1 + n) where n >= 3 (what n effective references cannot
                explain); sum of (I - S)+ over the sum of P, S the best shaped covariance; (skill of the best metric -
                skill of the plug-in) / (1 - skill of the plug-in)
-    scarcity   1 - (error of the best remedy with m references / with m / 2)^2: what four times as many would remove
+    scarcity   the larger of 1 - (error of the best remedy with m references / with m / 2)^2, what four times as many
+               would remove, and sum of (P - L)+ over the sum of P, L the error of ``pool``, where other classes' data
+               leave at least 5 % less error than anything that these references alone can do
 
 All are shares of error removed. Below HEALTHY nothing is worth repairing. Intervals are 95 % over queries (bootstrap).
 """
@@ -26,7 +28,7 @@ from nwflow.diagnose.heldout import LEAST, MOST, Problem
 from nwflow.diagnose.measure import OWN_PATH, PATCHES, Measured
 from nwflow.diagnose.result import Interval, Regime, Remedy, Verdict
 
-HEALTHY = 0.1
+HEALTHY, GAIN, BORROWED = 0.1, 0.02, 0.05
 FEW = 3.0
 COMPARISON = ("silverman", "scott")  # rules of thumb: measured, never chosen
 _DRAWS = 300
@@ -96,17 +98,28 @@ class Gauges:
         return [k for k in self.mean if not k.endswith("linear") and k not in ("plug-in", *COMPARISON)]
 
     def best(self) -> str | None:
-        """The remedy of most skill, if it has more than the plug-in."""
+        """The remedy of most skill, if it removes at least GAIN of the plug-in's error."""
         skills = {k: float(self.skill(k)[0]) for k in self.remedies()}
         skills = {k: v for k, v in skills.items() if math.isfinite(v)}
         if not skills:
             return None
         name = max(skills, key=skills.__getitem__)
-        return name if skills[name] > float(self.skill("plug-in")[0]) + 1e-3 else None
+        plug = float(self.skill("plug-in")[0])
+        return name if 1.0 - skills[name] < (1.0 - GAIN) * (1.0 - plug) else None
 
     def collapse(self) -> Tensor:
         w, p, i = self.window, self.mean["plug-in"], self.mean["smoothing-isotropic"]
         return _share((p - i).clamp(min=0.0) * (w & (self.n_eff < self.few)), p * w)
+
+    def borrowed(self) -> Tensor | None:
+        """What a pool of other classes removes, where it beats all that the references alone can do."""
+        if "pool" not in self.mean:
+            return None
+        w, p, pool = self.window, self.mean["plug-in"], self.mean["pool"]
+        alone = torch.stack([(self.mean[k] * w).sum(-1) for k in self.same_path() if k != "pool"]).amin(0)
+        if not float(((pool * w).sum(-1) / alone)[0]) < 1.0 - BORROWED:
+            return None
+        return _share((p - pool).clamp(min=0.0) * w, p * w)
 
     def geometry(self) -> dict[str, Tensor]:
         """The three terms."""
@@ -151,15 +164,17 @@ def regimes(g: Gauges | None, scarcity: Interval | None, few_points: bool) -> di
         "shape": "a covariance of the data's shape removes more than an isotropic one",
         "metric": "a metric of the data's shape removes more than the Euclidean distance",
     }[lead]
-    c = interval(g.collapse())
+    c, pool = interval(g.collapse()), g.borrowed()
+    more = "Share of the best remedy's error that four times as many would remove."
+    if pool is not None and (scarcity is None or float(pool[0]) > scarcity[0]):
+        scarcity = interval(pool)
+        more = "Share of the error that a pool of other classes removes, more than these references alone can."
     return {
         "collapse": Regime(
             c, "isotropic smoothing", "Share of the error that smoothing removes where one reference has the weight."
         ),
         "geometry": Regime(interval(size), "a shaped covariance or metric", f"Largest of three shares; here {why}."),
-        "scarcity": Regime(
-            scarcity, "more references", "Share of the best remedy's error that four times as many would remove."
-        ),
+        "scarcity": Regime(scarcity, "more references", more),
     }
 
 
@@ -178,8 +193,7 @@ def decide(found: dict[str, Regime], best: str | None, gain: float | None, unit:
         f"{sizes[name]:.0%} of the error.",
         "geometry": f"Geometry mismatch: an isotropic kernel does not fit these data, which costs {sizes[name]:.0%} of "
         "the error.",
-        "scarcity": f"Support scarcity: four times as many references would remove {sizes[name]:.0%} of the error that "
-        "the best remedy leaves.",
+        "scarcity": f"Support scarcity: there are too few references, which costs {sizes[name]:.0%} of the error.",
     }[name]
     second = "No remedy helps." if best is None else f"The remedy that helps most is {best}"
     second += "." if best is None or gain is None else f": it removes {gain:.0%} of the plug-in's error."
