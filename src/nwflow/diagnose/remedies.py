@@ -54,7 +54,8 @@ class Gaussians:
 
     def field(self, support: Support, path: Path | None = None, accuracy: float | None = 1e-5) -> NWField:
         """The exact field of ``support`` with this remedy; attribution still names the rows of ``support``."""
-        flat = support.points.flatten(support.points.ndim - len(support.event_shape)).double()
+        lead = support.points.shape[: support.points.ndim - len(support.event_shape)]
+        flat = support.points.reshape(*lead, -1).double()
         moved = self.points(flat).reshape(support.points.shape).to(support.points.dtype)
         if self.basis is None:
             smooth = Smoothing.diagonal(self.variances)

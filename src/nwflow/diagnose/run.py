@@ -76,6 +76,7 @@ def diagnose(
         )
     started, say = time.monotonic(), progress or (lambda _stage, _share: None)
     path = CondOT(sigma_min=0.0) if path is None else path
+    rows_of(support)  # one set
     support, notes = _capped(support, references, seed)
     picture = is_image(support) if image is None else image
     which = UNITS.index(unit or ("raw" if picture else "relative"))
@@ -85,7 +86,7 @@ def diagnose(
     x = work.points[: work.n]
     say("geometry", 0.0)
     shape = geometry(x, names, seed)
-    if work.smallest < 3 and pool is None:
+    if work.smallest < (3 if pool is None else 2):
         return _too_few(data, run, shape, which, started)
     problem = make_problem(
         work.points, work.equal, work.parts, path, seed,
@@ -102,7 +103,9 @@ def diagnose(
     curves = learning_curve(problem, pools, measured, chosen, which, say)
     base = measured.errors["linear"][which][problem.window[which]].mean(0)
     say("samples", 0.0)
-    drawn = copies_and_gallery(support, work.queries_left(problem), path, best, pool, picture, seed, say)
+    drawn = copies_and_gallery(
+        support, work.queries_left(problem), path, best, pool, picture, seed, say, left_out=held_out is None
+    )
     record, lost = scarcity(curves, base, chosen, middle, seed, drawn.mmd2)
     found_regimes = regimes(gauges, lost, few_points=False)
     gain = None if best is None else float((1 - (1 - gauges.skill(best)) / (1 - gauges.skill("plug-in")))[0])
@@ -166,6 +169,8 @@ class _Work:
             if not isinstance(held_out, Support) or held_out.labels is None:
                 raise ValueError("held_out: expected labels, as the support has, got none")
             theirs = _labels_as(held_out, support)
+            if not bool(torch.isin(theirs, labels).any()):
+                raise ValueError("held_out: expected labels that the support has, got none of them")
         for code in labels.unique().tolist():
             mine = (labels == code).nonzero().squeeze(-1)
             asked = mine if theirs is None else len(rows) + (theirs == code).nonzero().squeeze(-1)

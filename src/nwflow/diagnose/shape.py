@@ -123,7 +123,8 @@ def _predicts_better(z: Tensor, sd: Tensor) -> bool:
             w, v = train / scale, left / scale
             share = ledoit_wolf_share(w)
             c = w.mT @ w / len(w)
-            c = (1 - share) * c + (share + 1e-8) * c.diagonal().mean() * eye
+            least = 1e-8 * (z / scale).square().mean()  # a third may have no spread at all
+            c = (1 - share) * c + (share * c.diagonal().mean() + least) * eye
             root = torch.linalg.cholesky(c)
             fit = torch.linalg.solve_triangular(root, v.mT, upper=False).square().sum(0)
             gain -= sign * float((0.5 * fit + root.diagonal().log().sum() + scale.log().sum()).sum())
