@@ -20,6 +20,7 @@ from nwflow.diagnose.choose import fit_remedy, rows_of
 from nwflow.diagnose.result import Gallery, Interval, Picture, Predicted
 from nwflow.field import NWField
 from nwflow.metrics import memorisation, mmd2
+from nwflow.metrics._result import wilson_interval
 from nwflow.metrics.bandwidth import median_bandwidth
 from nwflow.paths import CondOT, Path
 from nwflow.sample import sample
@@ -48,19 +49,23 @@ def is_image(support: Support) -> bool:
 
 
 def copies_and_gallery(support: Support, queries: Tensor, path: Path, best: str | None, pool: Support | None,
-                       image: bool, seed: int, progress: Callable[[str, float], None]) -> Drawn:  # fmt: skip
-    """Samples of one set: of the largest class where there are labels, of at most MOST references."""
+                       image: bool, seed: int, progress: Callable[[str, float], None], *,
+                       left_out: bool) -> Drawn:  # fmt: skip
+    """Samples of one set: of the largest class where there are labels, of at most MOST references.
+
+    ``left_out``: the queries are references, which are no references to themselves.
+    """
     part, others = _one_set(support, pool, seed)
     flat = rows_of(part)
     path = CondOT(sigma_min=0.0) if float(path.bandwidth_range[0]) == 0.0 else path
     plain = sample(NWField(part, path), N, steps=STEPS, seed=seed)
     found = memorisation(_flat(plain.points), flat) if _distinct(flat) > 1 else None
-    held = memorisation(queries, flat) if _distinct(flat) > 1 and support.labels is None else None
+    held = _copies(queries, flat, left_out) if support.labels is None else None
     progress("samples", 0.4)
-    mmd = _mmd(part, queries, path, seed) if support.labels is None else ()
+    mmd = _mmd(part, queries, path, seed, left_out) if support.labels is None else ()
     progress("samples", 0.8)
     gallery = _gallery(part, plain, path, best, others, seed) if image else None
-    return Drawn(_share(found), _share(held), mmd, gallery)
+    return Drawn(_share(found), held, mmd, gallery)
 
 
 def _one_set(support: Support, pool: Support | None, seed: int) -> tuple[Support, Support | None]:
@@ -90,13 +95,28 @@ def _share(found: Any) -> Interval | None:
     return None if found is None else (found.share, *found.interval)
 
 
-def _mmd(part: Support, queries: Tensor, path: Path, seed: int) -> tuple[Predicted, ...]:
-    """MMD^2 of plug-in samples of m / 8 ... m references to held-out points, one bandwidth for all."""
-    held = queries[:200]
+def _copies(queries: Tensor, refs: Tensor, left_out: bool) -> Interval | None:
+    """Share of real points that would count as copies of one of ``refs``, with Wilson's interval."""
+    places = torch.unique(refs, dim=0)
+    if len(places) < 2 + left_out:
+        return None
+    near = torch.cdist(queries, places, compute_mode="donot_use_mm_for_euclid_dist")
+    near = near.topk(2 + left_out, largest=False).values[:, int(left_out) :]
+    n, found = len(near), int((near[:, 0] * 3.0 < near[:, 1]).sum())
+    return (found / n, *wilson_interval(found, n, 0.95))
+
+
+def _mmd(part: Support, queries: Tensor, path: Path, seed: int, left_out: bool) -> tuple[Predicted, ...]:
+    """MMD^2 of plug-in samples of m / 8 ... m references to held-out points, one bandwidth for all. Where the queries
+    are references at most half of these are left out for it."""
+    held = queries[: min(200, int(part.valid.sum()) // 2) if left_out else 200]
     if len(held) < 4 or _distinct(held) < 2:
         return ()
     width, out = median_bandwidth(held), []
     rows = part.valid.nonzero().squeeze(-1)
+    if left_out:
+        seen = (torch.cdist(rows_of(part), held, compute_mode="donot_use_mm_for_euclid_dist") == 0.0).any(-1)
+        rows = rows[~seen]
     order = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed + 4))]
     for k in (3, 2, 1, 0):
         m = len(order) >> k
