@@ -75,8 +75,10 @@ class Units:
 
     def __call__(self, error: Tensor, basis: Tensor | None = None) -> Tensor:
         """``(..., d)``, coordinates in ``basis``, to ``(2, ...)``: raw, relative."""
-        turn = self.basis if basis is None else basis.mT if self.basis is None else basis.mT @ self.basis
-        turned = error if turn is None or basis is self.basis else error @ turn
+        turned = error
+        if basis is not self.basis:  # by way of the axes: two thin products cost less than a square one
+            turned = turned if basis is None else turned @ basis.mT
+            turned = turned if self.basis is None else turned @ self.basis
         raw = error.square().mean(-1) / self.scale**2
         return torch.stack([raw, (turned.square() @ self.weights) / (self.weights > 0).sum()])
 
@@ -205,7 +207,8 @@ def make_problem(points: Tensor, equal: Tensor, parts: Sequence[Part], path: Pat
 
     Args:
         points: ``(n, d)`` float64, held-out rows included. equal: ``(n,)`` ids of equal points.
-        parts: sets with candidate queries. queries: at most so many in all; folds: at most so many a part.
+        parts: sets with candidate queries. queries: at most so many in all;
+            folds: what is left out of a fit is about 1 / folds of a part at most.
     """
     generator = torch.Generator().manual_seed(seed)
     units, shape = make_units(pooled(points, parts))
@@ -217,7 +220,7 @@ def make_problem(points: Tensor, equal: Tensor, parts: Sequence[Part], path: Pat
         mine = part.queries[torch.randperm(len(part.queries), generator=generator)]
         share = len(mine) if total <= queries else min(len(mine), max(2, round(queries * len(mine) / total)))
         mine = mine[:share]
-        count = 1 if held_out else min(folds, share)
+        count = 1 if held_out else min(folds, share, math.ceil(folds * share / max(1, len(part.refs))))
         for f in range(count):
             at = torch.arange(f, share, count)
             left = torch.isin(equal[part.refs], equal[mine[at]])

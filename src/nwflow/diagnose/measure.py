@@ -60,7 +60,8 @@ def measure(problem: Problem, pools: dict[int, list[Tensor]] | None, progress: P
         pools: by fold number, rows of every class that may be fitted, ``(n_c, d)`` each; None without a pool.
         only: names to measure (all when None); the plug-in and the linear denoiser always are.
         images: event shape where patches are to be measured too.
-        refs: by fold (its place in ``problem.folds``) rows to use in place of all references: a learning curve.
+        refs: by fold (its place in ``problem.folds``) rows to use in place of all references, for a learning curve;
+            folds without any are left out.
     """
     shape = (len(problem.grid.t), problem.n_queries)
     empty = torch.full(shape, torch.nan, dtype=torch.float64)
@@ -68,6 +69,8 @@ def measure(problem: Problem, pools: dict[int, list[Tensor]] | None, progress: P
     wanted = list(only) if only is not None else names(problem, pools is not None)
     infos: dict[int, Pool] = {}
     for i, fold in enumerate(problem.folds):
+        if refs is not None and i not in refs:
+            continue
         rows = fold.refs if refs is None else refs[i]
         train = problem.points[rows[torch.isin(rows, fold.train)] if refs is not None else fold.train]
         if not len(train) or bool(problem.own(fold, rows).all(-1).any()):
@@ -102,6 +105,7 @@ class _OneFold:
         self.own = p.own(self.fold, self.rows)
         self.own = self.own if bool(self.own.any()) else None
         self.centre = self.train.mean(0)
+        self.shapes: dict[str, Shape] = {}
         self.x1, self.eps, self.x = p.noised(self.fold, self.centre)
 
     def everything(self, wanted: list[str], info: Pool | None) -> None:
@@ -110,23 +114,27 @@ class _OneFold:
         self.put("plug-in", plug.denoised, None, self.x1)
         for name, values in (("n_eff", plug.n_eff), ("largest", plug.largest), ("entropy", plug.entropy)):
             getattr(self.out, name)[:, self.fold.at] = values
-        shapes = {kind: fit_shape(self.train, kind) for kind in ("isotropic", "diagonal", "low_rank", "full")}
-        self.gaussians("linear", remedies.linear(self.train, shapes["full"]))
+        self.gaussians("linear", remedies.linear(self.train, self.shape("full")))
         equal = self.problem.equal[self._train_rows()]
         for name in wanted:
             family, _, kind = name.partition("-")
             kind = kind.replace("-", "_")
             if family == "smoothing":
-                self.gaussians(name, remedies.smooth_shape(self.train, shapes[kind], equal))
+                self.gaussians(name, remedies.smooth_shape(self.train, self.shape(kind), equal))
             elif family in ("silverman", "scott"):
                 self.gaussians(name, remedies.rule_of_thumb(self.train, family))
             elif family == "metric":
                 within = info.within if info is not None and kind == "within_class" else None
-                self.stretched(name, within or shapes[kind])
+                self.stretched(name, within or self.shape(kind))
             elif family == "subspace" and kind.isdigit():
                 self.subspace(name, int(kind))
             elif family == "pool" and info is not None:
                 self.gaussians(name, remedies.pool(self.train, info, equal))
+
+    def shape(self, kind: str) -> Shape:
+        if kind not in self.shapes:
+            self.shapes[kind] = fit_shape(self.train, kind)
+        return self.shapes[kind]
 
     def _train_rows(self) -> Tensor:
         return self.rows[torch.isin(self.rows, self.fold.train)]

@@ -20,7 +20,7 @@ from nwflow.diagnose.result import Interval, Predicted, Scarcity
 from nwflow.diagnose.verdict import interval
 
 SKILLS = (0.0, 0.25, 0.5, 0.75)  # of which the references needed are reported
-_HALVINGS, _DRAWS, _REPEATS = 5, 300, 3
+_HALVINGS, _DRAWS, _REPEATS, _FOLDS = 5, 300, 3, 24
 
 
 def learning_curve(problem: Problem, pools: dict[int, list[Tensor]] | None, full: Measured, remedy: str, unit: int,
@@ -28,15 +28,16 @@ def learning_curve(problem: Problem, pools: dict[int, list[Tensor]] | None, full
     """For the plug-in and ``remedy``: (median m, mean errors over the window of every query ``(Q,)``), m falling."""
     names = ["plug-in", remedy]
     sizes = [len(f.refs) for f in problem.folds]
+    every = -(-len(sizes) // _FOLDS)
     out = {n: [(_median_size(problem), _per_query(problem, full, n, unit))] for n in names}
     generator = torch.Generator().manual_seed(problem.seed + 2)
     for k in range(1, _HALVINGS + 1):
         if max(sizes) // 2**k < 1:
             break
         per = {n: [] for n in names}
-        repeats = _REPEATS if max(sizes) <= 2000 else 1
+        repeats = _REPEATS if max(sizes) <= 2000 and len(problem.folds) <= 10 else 1
         for repeat in range(repeats):
-            refs = {i: _subset(problem, i, k, generator) for i in range(len(problem.folds))}
+            refs = {i: _subset(problem, i, k, generator) for i in range(0, len(problem.folds), every)}
             only = [] if remedy == "linear" else [remedy]
             fewer = None if pools is None else {f: [_halved(c, k, generator) for c in v] for f, v in pools.items()}
             part = measure(problem, fewer, lambda _stage, _share: None, only=only, refs=refs)
