@@ -227,7 +227,7 @@ def _curves(problem: Problem, measured: Measured, unit: int) -> Curves:
     order = ["plug-in", "linear", *(k for k in measured.errors if k not in ("plug-in", "linear"))]
     rows = []
     for name in order:
-        if name.startswith("metric-") and name.endswith(" linear"):
+        if name.endswith(" linear"):
             continue
         both = [[interval(v) or (0.0, 0.0, 0.0) for v in b.mean[name].mT] for b in bands]
         skill = [interval(v) for v in (1.0 - bands[unit].mean[name] / bands[unit].base(name)).mT]
