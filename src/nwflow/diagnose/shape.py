@@ -98,8 +98,8 @@ def ledoit_wolf_share(z: Tensor) -> float:
 
 
 def _full(z: Tensor, centre: Tensor, columns: Tensor) -> Shape:
-    sd = columns.sqrt().clamp(min=FLOOR * float(columns.max().sqrt()))
-    by_column = z.shape[1] <= _BOTH and len(z) > 4 and _predicts_better(z, sd)
+    sd = _deviations(z, columns)
+    by_column = z.shape[1] <= _BOTH and len(z) > 4 and _predicts_better(z, columns)
     share = ledoit_wolf_share(z / sd if by_column else z)
     if by_column:
         c = (z / sd).mT @ (z / sd) / len(z)
@@ -113,13 +113,18 @@ def _full(z: Tensor, centre: Tensor, columns: Tensor) -> Shape:
     return Shape("full", centre, values, basis, {"shrinkage": share, "by_column": float(by_column)})
 
 
-def _predicts_better(z: Tensor, sd: Tensor) -> bool:
+def _deviations(z: Tensor, columns: Tensor) -> Tensor:
+    """Standard deviations of columns, at least FLOOR of the largest of ``columns``' variances."""
+    return z.square().mean(0).sqrt().clamp(min=FLOOR * float(columns.max().sqrt()))
+
+
+def _predicts_better(z: Tensor, columns: Tensor) -> bool:
     """Whether shrinking towards the columns' variances gives left-out points a larger Gaussian likelihood."""
     fold = torch.arange(len(z), device=z.device) % 3
     eye, gain = torch.eye(z.shape[1], dtype=z.dtype, device=z.device), 0.0
     for f in range(3):
         train, left = z[fold != f], z[fold == f]
-        for scale, sign in ((sd, 1.0), (torch.ones_like(sd), -1.0)):
+        for scale, sign in ((_deviations(train, columns), 1.0), (torch.ones_like(columns), -1.0)):
             w, v = train / scale, left / scale
             share = ledoit_wolf_share(w)
             c = w.mT @ w / len(w)
