@@ -27,6 +27,7 @@ from nwflow.paths import Path
 
 PAIRS = 2**22  # rows x references of one block
 NOISE = 2**26  # numbers of noise kept
+WORK = 4e10  # times x queries x references x dimensions of one denoiser: fewer queries beyond
 LEAST, MOST = 0.05, 0.97  # the window: shares of the variance that the linear denoiser leaves
 
 
@@ -137,20 +138,22 @@ class Answer:
 
 def denoise(x: Tensor, alpha: Tensor, sigma: Tensor, z: Tensor, variances: Tensor, own: Tensor | None) -> Answer:
     """The formulas above for ``x`` ``(T, q, d)``, references ``z`` ``(m, d)``, smoothing ``variances`` ``(d,)``."""
-    parts: list[tuple[Tensor, ...]] = []
+    found, shape = torch.empty_like(x), x.shape[:2]  # made first: what stays between large blocks splits the heap
+    n_eff, largest, entropy = (x.new_empty(shape) for _ in range(3))
     step = max(1, PAIRS // max(1, x.shape[1] * len(z)))
     square = z.square()
     for i in range(0, len(x), step):
-        a, s, xi = alpha[i : i + step, None, None], sigma[i : i + step, None, None], x[i : i + step]
+        at = slice(i, i + step)
+        a, s, xi = alpha[at, None, None], sigma[at, None, None], x[at]
         p = 1.0 / (a * a * variances + s * s)
         logits = torch.einsum("tqd,md->tqm", a * p * xi, z) - 0.5 * ((a * a * p).expand(-1, 1, z.shape[1]) @ square.mT)
         if own is not None:
             logits.masked_fill_(own, -torch.inf)
         w = torch.softmax(logits, -1)
         m = w @ z
-        entropy = torch.special.entr(w).sum(-1)
-        parts.append((m + a * variances * p * (xi - a * m), 1.0 / w.square().sum(-1), w.amax(-1), entropy))
-    return Answer(*(torch.cat(v) for v in zip(*parts, strict=True)))
+        found[at] = m + a * variances * p * (xi - a * m)
+        n_eff[at], largest[at], entropy[at] = 1.0 / w.square().sum(-1), w.amax(-1), torch.special.entr(w).sum(-1)
+    return Answer(found, n_eff, largest, entropy)
 
 
 def mean_error(alpha: Tensor, sigma: Tensor, variances: Tensor) -> Tensor:
@@ -213,7 +216,11 @@ def make_problem(points: Tensor, equal: Tensor, parts: Sequence[Part], path: Pat
     generator = torch.Generator().manual_seed(seed)
     units, shape = make_units(pooled(points, parts))
     grid, window = make_grid(path, units, shape, step, most)
-    queries = max(8, min(queries, NOISE // (len(grid.t) * points.shape[1])))
+    numbers, seen = (
+        len(grid.t) * points.shape[1],
+        sum(len(p.refs) ** 2 for p in parts) / sum(len(p.refs) for p in parts),
+    )
+    queries = min(queries, max(8, NOISE // numbers), max(64, int(WORK / (numbers * seen))))
     total = sum(len(p.queries) for p in parts)
     made, start = [], 0
     for i, part in enumerate(parts):

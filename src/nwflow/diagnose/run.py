@@ -178,8 +178,10 @@ class _Work:
         return cls(x, len(rows), parts, True)
 
     def queries_left(self, problem: Problem) -> Tensor:
-        """Rows of points that were queries."""
-        return self.points[torch.cat([f.queries for f in problem.folds])]
+        """Queries of the largest set, ``(k, d)``; the first of equals, as samples are drawn from."""
+        largest = max(range(len(self.parts)), key=lambda i: len(self.parts[i].refs))
+        rows = [f.queries for f in problem.folds if f.part == largest]
+        return self.points[torch.cat(rows)] if rows else self.points[:0]
 
 
 def _labels_as(held: Support, support: Support) -> Tensor:

@@ -60,9 +60,9 @@ def copies_and_gallery(support: Support, queries: Tensor, path: Path, best: str 
     path = CondOT(sigma_min=0.0) if float(path.bandwidth_range[0]) == 0.0 else path
     plain = sample(NWField(part, path), N, steps=STEPS, seed=seed)
     found = memorisation(_flat(plain.points), flat) if _distinct(flat) > 1 else None
-    held = _copies(queries, flat, left_out) if support.labels is None else None
+    held = _copies(queries, flat, left_out) if len(queries) else None
     progress("samples", 0.4)
-    mmd = _mmd(part, queries, path, seed, left_out) if support.labels is None else ()
+    mmd = _mmd(part, queries, path, seed, left_out)
     progress("samples", 0.8)
     gallery = _gallery(part, plain, path, best, others, seed) if image else None
     return Drawn(_share(found), held, mmd, gallery)
@@ -72,7 +72,8 @@ def _one_set(support: Support, pool: Support | None, seed: int) -> tuple[Support
     others, part = pool, support
     if support.labels is not None and pool is None:
         labels = support.labels[support.valid]
-        code = int(labels.mode().values)
+        codes, counts = labels.unique(return_counts=True)
+        code = int(codes[counts.argmax()])
         keep = support.valid & (support.labels == code)
         rest = (support.valid & (support.labels != code)).nonzero().squeeze(-1)
         others = support.select(rest) if len(rest) else None
