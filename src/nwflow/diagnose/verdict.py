@@ -12,7 +12,7 @@ t = 1 data):
                would remove, and sum of (P - L)+ over the sum of P, L the error of ``pool``, where other classes' data
                leave at least 5 % less error than anything that these references alone can do
 
-All are shares of error removed. Below HEALTHY nothing is worth repairing. Intervals are 95 % over queries (bootstrap).
+All are shares of error removed. Below HEALTHY, and with no remedy that gains MUCH, nothing is worth repairing. Intervals are 95 % over queries (bootstrap).
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from nwflow.diagnose.measure import OWN_PATH, PATCHES, Measured
 from nwflow.diagnose.result import Interval, Regime, Remedy, Verdict
 
 HEALTHY, GAIN, BORROWED = 0.1, 0.02, 0.05
+MUCH = 0.2  # share of the plug-in's error that a remedy removes: then something is to be repaired, whatever the gauges
 FEW = 3.0
 COMPARISON = ("silverman", "scott")  # rules of thumb: measured, never chosen
 _DRAWS = 300
@@ -184,7 +185,7 @@ def decide(found: dict[str, Regime], best: str | None, gain: float | None, unit:
     if few_points:
         return Verdict("scarcity", f"Support scarcity: {found['scarcity'].text} Add references.", None, unit)
     name = max(sizes, key=sizes.__getitem__) if sizes else "healthy"
-    if not sizes or sizes[name] < HEALTHY:
+    if not sizes or (sizes[name] < HEALTHY and (gain or 0.0) < MUCH):
         extra = f"The best remedy, {best}, removes {gain:.0%} of what is left." if best and gain and gain > 0.02 else ""
         rest = extra or "No remedy gains on the exact field."
         return Verdict("healthy", f"Healthy: conditioning on these references works. {rest}", best, unit)
