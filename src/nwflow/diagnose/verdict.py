@@ -5,14 +5,15 @@ of the plug-in, of isotropic smoothing and of the best adapted denoiser on the s
 t = 1 data):
 
     collapse   sum of (P - I)+ where n < 3, over the sum of P
-    geometry   the largest of: the greatest (P - B) / P - 1 / (1 + n) where n >= 3 (what n effective references cannot
-               explain); sum of (I - S)+ over the sum of P, S the best shaped covariance; (skill of the best metric -
+    geometry   the largest of: the greatest (P - B) / P - CHANCE / (1 + n) where n >= 3 (n effective references leave
+               1 / (1 + n) by chance; half of it is taken off, which tells shells from round clouds); sum of (I - S)+ over the sum of P, S the best shaped covariance; (skill of the best metric -
                skill of the plug-in) / (1 - skill of the plug-in)
     scarcity   the larger of 1 - (error of the best remedy with m references / with m / 2)^2, what four times as many
                would remove, and sum of (P - L)+ over the sum of P, L the error of ``pool``, where other classes' data
                leave at least 5 % less error than anything that these references alone can do
 
-All are shares of error removed. Below HEALTHY, and with no remedy that gains MUCH, nothing is worth repairing. Intervals are 95 % over queries (bootstrap).
+All are shares of error removed. Below HEALTHY, and with no remedy that gains MUCH, nothing is worth repairing.
+Intervals are 95 % over queries (bootstrap).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from nwflow.diagnose.heldout import LEAST, MOST, Problem
 from nwflow.diagnose.measure import OWN_PATH, PATCHES, Measured
 from nwflow.diagnose.result import Interval, Regime, Remedy, Verdict
 
-HEALTHY, GAIN, BORROWED = 0.1, 0.02, 0.05
+HEALTHY, GAIN, BORROWED, CHANCE = 0.1, 0.02, 0.05, 0.5
 MUCH = 0.2  # share of the plug-in's error that a remedy removes: then something is to be repaired, whatever the gauges
 FEW = 3.0
 COMPARISON = ("silverman", "scott")  # rules of thumb: measured, never chosen
@@ -126,7 +127,7 @@ class Gauges:
         """The three terms."""
         w, p, iso = self.window, self.mean["plug-in"], self.mean["smoothing-isotropic"]
         best = torch.stack([self.mean[k] for k in self.same_path()]).amin(0)
-        excess = ((p - best) / p - 1.0 / (1.0 + self.n_eff)).masked_fill(~(w & (self.n_eff >= self.few)), 0.0)
+        excess = ((p - best) / p - CHANCE / (1.0 + self.n_eff)).masked_fill(~(w & (self.n_eff >= self.few)), 0.0)
         names = [k for k in self.mean if k.startswith("smoothing-") and k != "smoothing-isotropic"] + ["linear"]
         shaped = torch.stack([self.mean[k] for k in names]).amin(0)
         shape = _share((torch.minimum(p, iso) - shaped).clamp(min=0.0) * w, p * w)
