@@ -6,8 +6,9 @@ t = 1 data):
 
     collapse   sum of (P - I)+ where n < 3, over the sum of P
     geometry   the largest of: the greatest (P - B) / P - CHANCE / (1 + n) where n >= 3 (n effective references leave
-               1 / (1 + n) by chance; half of it is taken off, which tells shells from round clouds); sum of (I - S)+ over the sum of P, S the best shaped covariance; (skill of the best metric -
-               skill of the plug-in) / (1 - skill of the plug-in)
+               1 / (1 + n) by chance; half of it is taken off, which tells shells from round clouds); sum of (I - S)+
+               over the sum of P, S the best shaped covariance; (skill of the best metric - skill of the plug-in) /
+               (1 - skill of the plug-in)
     scarcity   the larger of 1 - (error of the best remedy with m references / with m / 2)^2, what four times as many
                would remove, and sum of (P - L)+ over the sum of P, L the error of ``pool``, where other classes' data
                leave at least 5 % less error than anything that these references alone can do
