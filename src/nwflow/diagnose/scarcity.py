@@ -144,5 +144,5 @@ def _needed(rows: list[tuple[float, Tensor]], over: Tensor, skill: float, slope:
             return m
     if slope is None or float(slope[0]) <= 0.0:
         return None
-    factor = float(rows[0][1][0] / over[0] / (1.0 - skill)) ** (1.0 / float(slope[0]))
-    return rows[0][0] * factor if factor < 1e6 else None
+    log_factor = math.log(float(rows[0][1][0] / over[0]) / (1.0 - skill)) / float(slope[0])
+    return rows[0][0] * math.exp(log_factor) if log_factor < math.log(1e6) else None
