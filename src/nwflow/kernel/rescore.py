@@ -48,6 +48,7 @@ from nwflow.kernel.posterior import (
 PROBE = 512
 SHORT = 64  # a list longer than m / SHORT is left to a product
 SMALL = 2**21  # below this many n m d the float64 pass is cheaper than deciding
+CONVERTED = 2**20  # float64 numbers of one block of keys that is formed for a product
 PAIRS = 2**21  # elements of one block of direct differences
 
 
@@ -343,11 +344,13 @@ def _rescored(y: Tensor, b: Tensor, keys: Keys, want: Want, found: Shortlist, to
 def _product(y: Tensor, b: Tensor, keys: Keys, want: Want, tol: float) -> Moments:
     """Float64 logits; values in the cheap dtype unless the bandwidth is so small that x - alpha D would show it."""
     wide, d = keys.work, y.shape[-1]
+    block = min(KEY_BLOCK, max(256, CONVERTED // d))
     reach = float(b.amax().sqrt() * keys.radius) / math.sqrt(d)
     values = keys.cheap.dtype if reach < (20.0 if want.square else 80.0) and not want.prior else wide
     return _labelled(
-        finish(stream(y, b, keys, want, wide, values)), logit_error(y, b, keys, wide), tol, _rounding(values, keys.m)
-    )
+        finish(stream(y, b, keys, want, wide, values, key_block=block)),
+        logit_error(y, b, keys, wide), tol, _rounding(values, keys.m),
+    )  # fmt: skip
 
 
 def _differences(y: Tensor, b: Tensor, keys: Keys, want: Want, tol: float) -> Moments:
