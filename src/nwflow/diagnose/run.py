@@ -119,7 +119,7 @@ def diagnose(
         _curves(problem, measured, which),
         data,
         _finished(run, started),
-        _collapse(problem, gauges, x, dimension, drawn.copies, drawn.copies_held_out, seed),
+        _collapse(problem, measured, gauges, x, dimension, drawn.copies, drawn.copies_held_out, seed),
         shape,
         record,
         _class_rows(problem, measured, gauges, which) if work.labelled else (),
@@ -246,11 +246,10 @@ def _spread(values: Tensor) -> tuple[Interval, ...]:
     return tuple((float(a), float(b), float(c)) for a, b, c in q.mT)
 
 
-def _collapse(problem: Problem, g: Gauges, x: Tensor, dimension: dict[str, float | None], copies: Interval | None,
-              held_out: Interval | None, seed: int) -> Collapse:  # fmt: skip
+def _collapse(problem: Problem, measured: Measured, g: Gauges, x: Tensor, dimension: dict[str, float | None],
+              copies: Interval | None, held_out: Interval | None, seed: int) -> Collapse:  # fmt: skip
     grid = problem.grid
-    mean = g.n_eff[0].tolist()
-    at = facts.crossing(grid.log_snr.tolist(), mean, 2.0)
+    at = facts.crossing(grid.log_snr.tolist(), measured.n_eff.nanmedian(1).values.tolist(), 2.0)
     t, h = (None, None) if at is None else facts.at_log_snr(at, problem.units.scale)
     contrast, variation = facts.concentration(x, seed)
     share = None

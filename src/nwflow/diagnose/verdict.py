@@ -6,7 +6,7 @@ t = 1 data):
 
     collapse   sum of (P - I)+ where n < 3, over the sum of P
     geometry   the largest of: the greatest (P - B) / P - CHANCE / (1 + n) where n >= 3 (n effective references leave
-               1 / (1 + n) by chance; half of it is taken off, which tells shells from round clouds); sum of (I - S)+
+               1 / (1 + n) by chance, half of which is taken off); sum of (I - S)+
                over the sum of P, S the best shaped covariance; (skill of the best metric - skill of the plug-in) /
                (1 - skill of the plug-in)
     scarcity   the larger of 1 - (error of the best remedy with m references / with m / 2)^2, what four times as many
@@ -163,7 +163,7 @@ def regimes(g: Gauges | None, scarcity: Interval | None, few_points: bool) -> di
     size = torch.stack(list(terms.values())).amax(0)
     lead = max(terms, key=lambda k: float(terms[k][0]))
     why = {
-        "excess": "where several references share the weight an isotropic kernel still errs more than an adapted one",
+        "excess": "where several references share the weight, one bandwidth for all still errs more than adapted ones",
         "shape": "a covariance of the data's shape removes more than an isotropic one",
         "metric": "a metric of the data's shape removes more than the Euclidean distance",
     }[lead]
@@ -194,8 +194,8 @@ def decide(found: dict[str, Regime], best: str | None, gain: float | None, unit:
     first = {
         "collapse": "Nearest-neighbour collapse: one reference takes the weight too early, which costs "
         f"{sizes[name]:.0%} of the error.",
-        "geometry": f"Geometry mismatch: an isotropic kernel does not fit these data, which costs {sizes[name]:.0%} of "
-        "the error.",
+        "geometry": "Geometry mismatch: one round kernel of one bandwidth does not fit these data, which costs "
+        f"{sizes[name]:.0%} of the error.",
         "scarcity": f"Support scarcity: there are too few references, which costs {sizes[name]:.0%} of the error.",
     }[name]
     second = "No remedy helps." if best is None else f"The remedy that helps most is {best}"
