@@ -25,6 +25,7 @@ from nwflow.sample import Guided, guide, log_prob, sample
 from nwflow.sample.grids import LONGEST, Scales, nodes, time_grid
 from nwflow.sample.noise import standard_normal
 from nwflow.sample.steps import exponential_weights
+from nwflow.subspace import SubspaceField
 from nwflow.support import Support
 
 PATHS = [CondOT(), CondOT(0.05), Cosine(), VariancePreserving(), VarianceExploding(0.01, 50.0)]
@@ -706,3 +707,28 @@ def test_a_missing_solver_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setitem(sys.modules, "torchdiffeq", None)
     with pytest.raises(ImportError, match=r"method 'dopri5' needs torchdiffeq: pip install 'nwflow\[ode\]'"):
         sample(NWField(PAIR), 2, method="dopri5")
+
+
+@pytest.mark.parametrize("value", [1.0, 0.1, 1e8])
+@pytest.mark.parametrize("method", ["3m", "heun", "dopri5"])
+def test_equal_references_have_no_scale_and_all_samples_land_on_them(value: float, method: Any) -> None:
+    points = torch.full((30, 4, 4), value, dtype=torch.float64)  # the mean of 30 equal numbers is rounded
+    for model in (NWField(points, CondOT()), SubspaceField.patches(Support(points), CondOT(), size=3)):
+        assert model.length_scales() == (0.0, 0.0)
+        torch.testing.assert_close(sample(model, 2, steps=8, method=method).points, points[:2])
+
+
+@pytest.mark.parametrize("method", ["3m", "euler", "heun", "dopri5"])
+def test_references_of_a_scale_that_times_do_not_resolve_are_refused(method: Any) -> None:
+    references = torch.tensor([[-1.0], [1.0]], dtype=torch.float64)
+    assert (
+        sample(NWField(references * 1e-12, CondOT()), 3, method=method)
+        .points.abs()
+        .mul(1e12)
+        .allclose(torch.ones(3, 1, dtype=torch.float64))
+    )
+    for tiny in (1e-16, 1e-30):
+        with pytest.raises(ValueError, match="support: expected references of a scale that times in float64 resolve"):
+            sample(NWField(references * tiny, CondOT()), 3, method=method)
+    with pytest.raises(ValueError, match="support: expected references whose squares do not overflow"):
+        sample(NWField(references * 1e200, CondOT()), 3, method=method)

@@ -177,6 +177,8 @@ def length_scales(frame: Frame, points: Tensor, log_prior: Tensor, shift: Tensor
         near.append(close)
     found = torch.cat(near)
     found = found[torch.isfinite(found)]
+    if not found.numel() and math.isfinite(total):  # equal points; rounding of their mean is no scale
+        return math.sqrt(spread), math.sqrt(spread)
     data = math.sqrt(total / (count * d)) * frame.unit
     close_scale = float(found.quantile(quantile)) / math.sqrt(d) * frame.unit if found.numel() else data
     return math.hypot(data, math.sqrt(spread)), math.hypot(close_scale, math.sqrt(spread))

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from nwflow.paths import Path
 
-__all__ = ["Grid", "Node", "Scales", "nodes", "scales_of", "time_grid"]
+__all__ = ["Grid", "Node", "Scales", "check_resolved", "nodes", "scales_of", "time_grid"]
 
 LONGEST = 0.35  # of the clock, for a step of the default grid; trials on six data sets with 6 to 40 evaluations
 
@@ -89,9 +89,22 @@ def scales_of(field: Any, event_size: int) -> Scales:
     data, end = math.sqrt(event_size), 0.002 * math.sqrt(event_size)
     if hasattr(field, "length_scales"):
         spread, nearest = (float(v) * math.sqrt(event_size) for v in field.length_scales())
-        if 0 < spread < math.inf:
+        if not math.isfinite(spread):
+            raise ValueError("support: expected references whose squares do not overflow, got a spread that does")
+        if spread > 0:
             data, end = spread, max(min(nearest, _smallest_deviation(field, event_size)) / 6, 1e-3 * spread)
     return Scales(data, min(end, data / 5))
+
+
+def check_resolved(path: Path, at: Sequence[Node], scales: Scales) -> None:
+    """ValueError where float64 cannot tell the nodes apart: near t = 1, times end at 1e-16, and so do bandwidths."""
+    clocks = [node.clock(scales.c) for node in at]
+    if all(a < b for a, b in pairwise(clocks)) and math.isfinite(clocks[-2]):
+        return
+    raise ValueError(
+        f"support: expected references of a scale that times in float64 resolve on {path!r}, got a standard deviation "
+        f"of {scales.data:.2g}; multiply the references by a constant"
+    )
 
 
 def _smallest_deviation(field: Any, d: int) -> float:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nwflow.field import Attribution
 from nwflow.sample.adaptive import dopri5
-from nwflow.sample.grids import Grid, Node, Scales, given_times, nodes, scales_of, time_grid
+from nwflow.sample.grids import Grid, Node, Scales, check_resolved, given_times, nodes, scales_of, time_grid
 from nwflow.sample.noise import as_seed
 from nwflow.sample.start import Start
 from nwflow.sample.steps import EULER, HEUN, MIDPOINT, RK4, Exponential, Model, Rule, RungeKutta
@@ -137,6 +137,8 @@ def sample(
     scales = Scales(1.0, 1.0) if start.path is None else scales_of(field, size)
     times = _times(start, steps, method, grid, scales, stop_at)
     at = [Node(t, 1.0, 1.0, 0.0, 0.0) for t in times] if start.path is None else nodes(start.path, times)
+    if start.path is not None:
+        check_resolved(start.path, at, scales)
     rule = _rule(method, eta, scales.c, start.path is None)
     if callback is not None and (rule is None or (batch_size is not None and batch_size < start.n)):
         raise ValueError("callback: expected a method with steps and all samples at once: no dopri5, no batch_size")

@@ -175,8 +175,9 @@ class PatchField(SubspaceField):
             near.append(distance.masked_fill(same, torch.inf).amin(-1))
         found = torch.cat(near)
         found = found[torch.isfinite(found)]
-        data = float(variance.max().sqrt())
-        close = float(found.quantile(quantile)) if len(found) else data
+        if not len(found):  # equal images: their distances from a mean that is rounded are no scale
+            return math.sqrt(self._spread()), math.sqrt(self._spread())
+        data, close = float(variance.max().sqrt()), float(found.quantile(quantile))
         return (
             math.hypot(data / math.sqrt(self.d), math.sqrt(self._spread())),
             math.hypot(close / math.sqrt(self.d), math.sqrt(self._spread())),
