@@ -534,6 +534,35 @@ def test_attribution_without_a_second_place_judges_no_copy(folder: Path) -> None
     assert out.getvalue() == ""
 
 
+def test_scalar_events_are_sampled(folder: Path) -> None:
+    np.save("scalars.npy", np.array([-1.0, 0.5, 3.0]))
+    run("sample", "scalars.npy", "--n", "5", "--out", "out.npy", "--quiet")
+    away = np.abs(np.load("out.npy")[:, None] - [-1.0, 0.5, 3.0]).min(1)
+    assert away.shape == (5,) and (away < 1e-3).all()  # the accuracy of the weights
+
+
+def test_equal_references_are_sampled(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    np.save("same.npy", np.ones((30, 4)))
+    run("sample", "same.npy", "--n", "3", "--out", "out.npy")
+    assert (np.load("out.npy") == 1.0).all()
+    assert "All references are at one place" in capsys.readouterr().out
+
+
+def test_errors_name_options(line: Tensor, capsys: pytest.CaptureFixture[str]) -> None:
+    np.save("huge.npy", line.numpy() * 1e200)
+    for option, value in (("--n", "0"), ("--steps", "0"), ("--seed", "-1"), ("--stop-at", "0"), ("--smoothing", "-1")):
+        assert f"error: {option}: expected" in fails(capsys, "sample", "line.npy", option, value)
+    assert "--label NAME says where" in fails(capsys, "sample", "line.npy", "--given", "cat")
+    assert "squares do not overflow" in fails(capsys, "describe", "huge.npy")
+
+
+def test_folder_without_permission_is_refused_first(
+    line: Tensor, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    assert fails(capsys, "sample", "line.npy", "--out", "out.npy").endswith("may be written in the folder .\n")
+
+
 # --- as a process ---------------------------------------------------------------------------------------------------
 
 
@@ -553,3 +582,13 @@ def test_module_is_a_command(line: Tensor) -> None:
     assert (
         complaint == "nwflow: error: missing.npy: no such file or folder, and no bundled set (digits, fashion-mnist)\n"
     )
+
+
+def test_who_reads_our_output_may_stop(line: Tensor) -> None:
+    process = start("sample", "line.npy", "--n", "2", "--out", "out.csv")
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.stderr is not None
+    assert (process.stderr.read(), process.wait()) == ("", 0)
+    assert len(Path("out.csv").read_text().splitlines()) == 3
+    process.stderr.close()

@@ -40,8 +40,11 @@ _OPTIONS = {
     r"\blabel=": "--label",
     r"\bweights=": "--weights-column",
     r"\bx0=": "--x0",
+    r"^(n|steps|seed|eta|grid|pool): ": r"--\1: ",
+    r"^stop_at: ": "--stop-at: ",
+    r"^h0: ": "--smoothing: ",
     r"^held_out: ": "--held-out: ",
-    r"^pool: ": "--pool: ",
+    r"^given: this support has no labels$": "--given: these references have no labels; --label NAME says where",
 }
 
 
@@ -108,7 +111,13 @@ def _parse_error(box: str, argv: Sequence[str]) -> str:
 
 
 def _console(quiet: bool) -> Console:
-    return Console(quiet=quiet, highlight=False, markup=False, file=sys.stdout)
+    return _Console(quiet=quiet, highlight=False, markup=False, file=sys.stdout)
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Rich would end with exit code 1, in the middle of a command: the error that it handles is for ``main``."""
+        raise
 
 
 def _sentence(error: BaseException) -> str:

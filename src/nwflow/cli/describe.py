@@ -163,6 +163,8 @@ def follow(field: NWField, points: Tensor, probes: int, seed: int) -> tuple[list
         points: ``(k, *event)``, where queries come from; a random part of ``probes`` of them (with return if fewer).
     """
     scale = float(field.support.data_scale)
+    if not math.isfinite(scale):
+        raise ValueError("support: expected references whose squares do not overflow, got a spread that does")
     if scale == 0.0:
         return [], None
     generator = torch.Generator().manual_seed(seed)

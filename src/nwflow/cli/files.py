@@ -44,6 +44,8 @@ def check_outputs(paths: Sequence[Path], force: bool, event_shape: Sequence[int]
     if points.is_dir():
         raise IsADirectoryError(f"--out {points}: is a folder, expected the name of a file")
     refuse_existing(paths, force)
+    if not os.access(points.parent, os.W_OK | os.X_OK):
+        raise PermissionError(f"--out {points}: no file may be written in the folder {points.parent}")
 
 
 def refuse_existing(paths: Sequence[Path], force: bool) -> None:

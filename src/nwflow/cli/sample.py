@@ -218,7 +218,7 @@ class Sample:
             "device": str(points.device),
         }
         del record["steps"], record["columns"], record["key"]
-        norms = points.flatten(1).double().norm(dim=1)
+        norms = points.reshape(len(points), -1).double().norm(dim=1)
         if self.source.normalize and bool(((norms - 1).abs() < 1e-3).all()):
             record[NORMALIZED] = "true"
         return record
