@@ -425,3 +425,8 @@ def test_every_plot_has_words_and_a_table(pages: dict[str, str]) -> None:
     headings = [tag for tag, _ in page.elements if tag in ("h1", "h2", "h3", "h4")]
     assert headings.count("h1") == 1 and headings[0] == "h1" and "h4" not in headings
     assert all(a.get("scope") in ("col", "row") for tag, a in page.elements if tag == "th")
+
+
+def test_why_numbers_of_classes_are_missing_is_said_where_some_are() -> None:
+    why = "the class has too few unique points"
+    assert why in render(diagnoses.empty_parts()) and why not in render(diagnoses.complete())
