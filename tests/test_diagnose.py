@@ -555,3 +555,12 @@ def test_one_set_at_a_time_and_labels_on_both_sides():
     for held_out in (normal(5, 3), Support(normal(5, 3))):
         with pytest.raises(ValueError, match="held_out: expected labels, as the support has, got none"):
             diagnose(labelled, held_out=held_out)
+
+
+def test_a_metric_is_no_remedy_where_its_own_linear_denoiser_errs_without_bound():
+    g = torch.Generator().manual_seed(0)
+    points = torch.randn(120, 4, generator=g, dtype=torch.float64)
+    found = diagnose(Support(points, labels=torch.arange(40).repeat_interleave(3)), queries=80)
+    assert not (found.verdict.remedy or "").startswith("metric")
+    for r in found.remedies:
+        assert r.skill is None or r.skill < 0.9

@@ -30,6 +30,8 @@ TEXTS = {
     "metric-within-class": "Distances and the path's noise take the covariance within classes.",
     "subspace-1": "Every principal direction is smoothed by itself: samples recombine directions of references.",
     "subspace-4": "Blocks of four principal directions are smoothed by themselves and recombined.",
+    "subspace-16": "Blocks of sixteen principal directions are smoothed by themselves and recombined.",
+    "subspace-64": "Blocks of 64 principal directions are smoothed by themselves and recombined.",
     "patches-5": "Every pixel is smoothed by the 5 x 5 patch around it: samples recombine parts of references.",
     "pool": "Mean and covariance are shrunk between the class and a labelled pool of other classes.",
 }

@@ -19,7 +19,8 @@ from nwflow.diagnose.shape import Shape, eigen, fit_shape
 from nwflow.subspace import SubspaceField
 from nwflow.support import Support
 
-BLOCKS = (1, 4)  # sizes of the blocks of principal directions
+BLOCKS = (1, 4, 16, 64)  # sizes of the blocks of principal directions: the two smallest that are affordable
+_BLOCK_WORK = 1e9  # weights of all heads together
 OWN_PATH, PATCHES = "metric-", "patches-"
 _PATCH_WORK = 2e9  # pairs of pixels that all patches may cost: fewer queries beyond
 Progress = Callable[[str, float], None]
@@ -47,7 +48,8 @@ def names(problem: Problem, has_pool: bool) -> list[str]:
     kinds = ["isotropic", "diagonal", "low-rank", "full"]
     out = [f"smoothing-{k}" for k in kinds] + ["silverman", "scott"]
     out += [f"metric-{k}" for k in kinds[1:]] + (["metric-within-class"] if has_pool else [])
-    blocks = [b for b in BLOCKS if b < problem.d]
+    seen = sum(len(f.at) * len(f.refs) for f in problem.folds) * len(problem.grid.t)
+    blocks = [b for b in BLOCKS if b < problem.d and seen * problem.d / b <= _BLOCK_WORK][:2]
     return out + [f"subspace-{b}" for b in blocks] + (["pool"] if has_pool else [])
 
 

@@ -98,7 +98,14 @@ class Gauges:
         return [k for k in self.mean if not k.startswith(away) and k not in ("plug-in", *COMPARISON)]
 
     def remedies(self) -> list[str]:
-        return [k for k in self.mean if not k.endswith("linear") and k not in ("plug-in", *COMPARISON)]
+        names = [k for k in self.mean if not k.endswith("linear") and k not in ("plug-in", *COMPARISON)]
+        return [k for k in names if not k.startswith(OWN_PATH) or self.comparable(k)]
+
+    def comparable(self, name: str) -> bool:
+        """Whether a metric's own linear denoiser is one to compare with: fitted to two or three points it errs without
+        bound, and any skill against it means nothing."""
+        own, plain = self.mean[name + " linear"][0], self.mean["linear"][0]
+        return bool(own.max() <= 3.0 * plain.max())
 
     def best(self) -> str | None:
         """The remedy of most skill, if it removes at least GAIN of the plug-in's error."""
