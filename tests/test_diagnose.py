@@ -18,7 +18,7 @@ from nwflow.diagnose.measure import measure, names
 from nwflow.diagnose.samples import is_image
 from nwflow.metric import Smoothing
 from nwflow.metrics import effective_sample_size
-from nwflow.paths import CondOT
+from nwflow.paths import CondOT, VariancePreserving
 from nwflow.subspace import SubspaceField
 
 F64 = torch.float64
@@ -564,3 +564,12 @@ def test_a_metric_is_no_remedy_where_its_own_linear_denoiser_errs_without_bound(
     assert not (found.verdict.remedy or "").startswith("metric")
     for r in found.remedies:
         assert r.skill is None or r.skill < 0.9
+
+
+def test_collapse_and_samples_are_those_of_the_path_that_was_asked_for():
+    points = torch.randn(60, 30, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    path = VariancePreserving()
+    found = diagnose(Support(points), path=path, queries=30)
+    assert found.collapse is not None and found.collapse.t is not None and found.collapse.bandwidth is not None
+    at = path(found.collapse.t)
+    assert float(at.sigma / at.alpha) == pytest.approx(found.collapse.bandwidth, rel=1e-6)

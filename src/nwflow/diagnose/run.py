@@ -2,6 +2,7 @@ r""":func:`diagnose`: from a support to a verdict, with all that was measured on
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import time
@@ -119,7 +120,7 @@ def diagnose(
         _curves(problem, measured, which),
         data,
         _finished(run, started),
-        _collapse(problem, measured, gauges, x, dimension, drawn.copies, drawn.copies_held_out, seed),
+        _collapse(problem, path, measured, gauges, x, dimension, drawn.copies, drawn.copies_held_out, seed),
         shape,
         record,
         _class_rows(problem, measured, gauges, which) if work.labelled else (),
@@ -246,11 +247,13 @@ def _spread(values: Tensor) -> tuple[Interval, ...]:
     return tuple((float(a), float(b), float(c)) for a, b, c in q.mT)
 
 
-def _collapse(problem: Problem, measured: Measured, g: Gauges, x: Tensor, dimension: dict[str, float | None],
-              copies: Interval | None, held_out: Interval | None, seed: int) -> Collapse:  # fmt: skip
+def _collapse(problem: Problem, path: Path, measured: Measured, g: Gauges, x: Tensor,
+              dimension: dict[str, float | None], copies: Interval | None, held_out: Interval | None,
+              seed: int) -> Collapse:  # fmt: skip
     grid = problem.grid
     at = facts.crossing(grid.log_snr.tolist(), measured.n_eff.nanmedian(1).values.tolist(), 2.0)
-    t, h = (None, None) if at is None else facts.at_log_snr(at, problem.units.scale)
+    h = None if at is None else problem.units.scale * math.exp(-0.5 * at)
+    t = None if h is None else float(path.time_at(h))
     contrast, variation = facts.concentration(x, seed)
     share = None
     if bool(g.window.any()):

@@ -22,7 +22,7 @@ from nwflow.field import NWField
 from nwflow.metrics import memorisation, mmd2
 from nwflow.metrics._result import wilson_interval
 from nwflow.metrics.bandwidth import median_bandwidth
-from nwflow.paths import CondOT, Path
+from nwflow.paths import Path
 from nwflow.sample import sample
 from nwflow.support import Support
 
@@ -57,7 +57,6 @@ def copies_and_gallery(support: Support, queries: Tensor, path: Path, best: str 
     """
     part, others = _one_set(support, pool, seed)
     flat = rows_of(part)
-    path = CondOT(sigma_min=0.0) if float(path.bandwidth_range[0]) == 0.0 else path
     plain = sample(NWField(part, path), N, steps=STEPS, seed=seed)
     found = memorisation(_flat(plain.points), flat) if _distinct(flat) > 1 else None
     held = _copies(queries, flat, left_out) if len(queries) else None
