@@ -229,7 +229,7 @@ def test_held_out_points_see_all_references():
 
 
 def test_copies_of_references_change_no_query_but_through_their_mass():
-    """All points twice: every other point weighs double, which changes no weight."""
+    """All points twice: every other place weighs double, which changes no weight, and n_eff counts places."""
     x = skewed(25, 3)
     rows, twice = torch.arange(25), torch.cat([x, x])
     once = problem_of(x, [Part("all", rows, rows)], queries=25)
@@ -237,7 +237,7 @@ def test_copies_of_references_change_no_query_but_through_their_mass():
     both = dataclasses.replace(both, grid=once.grid, units=once.units, noise=once.noise)
     a, b = measure(once, None, silent, only=[]), measure(both, None, silent, only=["smoothing-full"])
     assert torch.allclose(a.errors["plug-in"], b.errors["plug-in"], rtol=TIGHT)
-    assert torch.allclose(2 * a.n_eff, b.n_eff, rtol=TIGHT)
+    assert torch.allclose(a.n_eff, b.n_eff, rtol=TIGHT)
 
 
 def test_nothing_that_is_fitted_sees_its_fold():
@@ -573,3 +573,24 @@ def test_collapse_and_samples_are_those_of_the_path_that_was_asked_for():
     assert found.collapse is not None and found.collapse.t is not None and found.collapse.bandwidth is not None
     at = path(found.collapse.t)
     assert float(at.sigma / at.alpha) == pytest.approx(found.collapse.bandwidth, rel=1e-6)
+
+
+def test_equal_references_are_one_place_of_more_weight():
+    """Every point twice: the same errors and n_eff as every point once, since a query sees neither of its two."""
+    points = torch.randn(40, 3, generator=torch.Generator().manual_seed(0), dtype=F64)
+    half, answers = points[:20], []
+    x, t = (
+        torch.randn(2, 5, 3, generator=torch.Generator().manual_seed(1), dtype=F64),
+        torch.tensor([0.3, 0.6], dtype=F64),
+    )
+    for z, log_count in (
+        (torch.cat([points, half]), None),
+        (points, torch.tensor([2.0] * 20 + [1.0] * 20).double().log()),
+    ):
+        answers.append(denoise(x, t, 1 - t, z, torch.zeros(3, dtype=F64), None, log_count))
+    torch.testing.assert_close(answers[0].denoised, answers[1].denoised, rtol=1e-12, atol=1e-12)
+    assert (answers[0].n_eff > answers[1].n_eff).all()
+    once, twice = (diagnose(Support(p), queries=40) for p in (points, points.repeat(2, 1)))
+    assert twice.curves is not None and once.curves is not None
+    assert max(v[0] for v in twice.curves.n_eff) <= 39.0 + 1e-9
+    assert twice.verdict.regime == once.verdict.regime

@@ -136,8 +136,12 @@ class Answer:
     entropy: Tensor
 
 
-def denoise(x: Tensor, alpha: Tensor, sigma: Tensor, z: Tensor, variances: Tensor, own: Tensor | None) -> Answer:
-    """The formulas above for ``x`` ``(T, q, d)``, references ``z`` ``(m, d)``, smoothing ``variances`` ``(d,)``."""
+def denoise(x: Tensor, alpha: Tensor, sigma: Tensor, z: Tensor, variances: Tensor, own: Tensor | None,
+            log_count: Tensor | None = None) -> Answer:  # fmt: skip
+    """The formulas above for ``x`` ``(T, q, d)``, references ``z`` ``(m, d)``, smoothing ``variances`` ``(d,)``.
+
+    ``log_count`` ``(m,)``: of equal references that stand as one, so that n_eff counts places.
+    """
     found, shape = torch.empty_like(x), x.shape[:2]  # made first: what stays between large blocks splits the heap
     n_eff, largest, entropy = (x.new_empty(shape) for _ in range(3))
     step = max(1, PAIRS // max(1, x.shape[1] * len(z)))
@@ -147,6 +151,8 @@ def denoise(x: Tensor, alpha: Tensor, sigma: Tensor, z: Tensor, variances: Tenso
         a, s, xi = alpha[at, None, None], sigma[at, None, None], x[at]
         p = 1.0 / (a * a * variances + s * s)
         logits = torch.einsum("tqd,md->tqm", a * p * xi, z) - 0.5 * ((a * a * p).expand(-1, 1, z.shape[1]) @ square.mT)
+        if log_count is not None:
+            logits += log_count
         if own is not None:
             logits.masked_fill_(own, -torch.inf)
         w = torch.softmax(logits, -1)

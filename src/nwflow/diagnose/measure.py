@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nwflow.diagnose import remedies
-from nwflow.diagnose.heldout import Answer, Fold, Problem, denoise
+from nwflow.diagnose.heldout import Fold, Problem, denoise
 from nwflow.diagnose.remedies import Gaussians, Pool
 from nwflow.diagnose.shape import Shape, eigen, fit_shape
 from nwflow.subspace import SubspaceField
@@ -103,8 +103,12 @@ class _OneFold:
 
     def __post_init__(self) -> None:
         p = self.problem
-        self.refs = p.points[self.rows]
-        self.own = p.own(self.fold, self.rows)
+        _, place, count = p.equal[self.rows].unique(return_inverse=True, return_counts=True)
+        first = self.rows.new_empty(len(count)).index_copy_(0, place.flip(0), self.rows.flip(0))
+        self.places = first  # equal references are one place of so much weight
+        self.log_count = count.double().log() if len(count) < len(self.rows) else None
+        self.refs = p.points[self.places]
+        self.own = p.own(self.fold, self.places)
         self.own = self.own if bool(self.own.any()) else None
         self.centre = self.train.mean(0)
         self.shapes: dict[str, Shape] = {}
@@ -112,7 +116,7 @@ class _OneFold:
 
     def everything(self, wanted: list[str], info: Pool | None) -> None:
         grid, z = self.problem.grid, self.refs - self.centre
-        plug = denoise(self.x, grid.alpha, grid.sigma, z, z.new_zeros(z.shape[1]), self.own)
+        plug = denoise(self.x, grid.alpha, grid.sigma, z, z.new_zeros(z.shape[1]), self.own, self.log_count)
         self.put("plug-in", plug.denoised, None, self.x1)
         for name, values in (("n_eff", plug.n_eff), ("largest", plug.largest), ("entropy", plug.entropy)):
             getattr(self.out, name)[:, self.fold.at] = values
@@ -155,7 +159,7 @@ class _OneFold:
             found = x * (a * g.variances / (a * a * g.variances + s * s))
         else:
             z = turn(g.a * (self.refs - g.centre))
-            found = denoise(x, grid.alpha, grid.sigma, z, g.variances, self.own).denoised
+            found = denoise(x, grid.alpha, grid.sigma, z, g.variances, self.own, self.log_count).denoised
         self.put(name, found, g.basis, x1)
         self.out.settings.setdefault(name, []).append(g.settings)
 
@@ -170,7 +174,7 @@ class _OneFold:
         x1 = shape.into(self.x1) / sd
         eps = self.eps if shape.basis is None else self.eps @ shape.basis
         x = x1 + h[:, None, None] * eps
-        found = denoise(x, one, h, z, torch.zeros_like(sd), self.own).denoised
+        found = denoise(x, one, h, z, torch.zeros_like(sd), self.own, self.log_count).denoised
         self.put(name, found * sd, shape.basis, x1 * sd)
         own = shape.into(self.train - self.centre) / sd
         root = fit_shape(own, "full")
@@ -189,7 +193,8 @@ class _OneFold:
         found = torch.zeros_like(x)
         for j in range(0, rank, block):
             at = slice(j, min(j + block, rank))
-            part: Answer = denoise(x[..., at], grid.alpha, grid.sigma, z[:, at], z.new_zeros(z[0, at].shape), self.own)
+            zero = z.new_zeros(z[0, at].shape)
+            part = denoise(x[..., at], grid.alpha, grid.sigma, z[:, at], zero, self.own, self.log_count)
             found[..., at] = part.denoised
         self.put(name, found, basis, x1)
         self.out.settings.setdefault(name, []).append({"block": float(block)})
@@ -197,13 +202,16 @@ class _OneFold:
     def patches(self, name: str, event: tuple[int, ...]) -> None:
         """Smoothers in image patches, for as many queries as the work allows; what equals a query is no reference."""
         grid, p = self.problem.grid, self.problem
-        rows = self.rows if self.own is None else self.rows[~self.own.any(0)]
+        rows = self.places if self.own is None else self.places[~self.own.any(0)]
         work = len(grid.t) * max(1, len(rows)) * p.d * p.n_queries
         n = min(len(self.fold.at), max(1, int(len(self.fold.at) * min(1.0, _PATCH_WORK / work))))
         if len(rows) < 2 or (len(event) == 3 and event[0] not in (1, 3)) or min(event[-2:]) < 5:
             return
         at, centre = self.fold.at[:n], self.centre
-        field = SubspaceField.patches(Support((p.points[rows] - centre).reshape(-1, *event)), size=5)
+        weights = None
+        if self.log_count is not None:
+            weights = self.log_count.exp() if self.own is None else self.log_count.exp()[~self.own.any(0)]
+        field = SubspaceField.patches(Support((p.points[rows] - centre).reshape(-1, *event), weights=weights), size=5)
         x = self.x[:, :n].reshape(len(grid.t), n, *event)
         one = [
             field.denoise(v / (a + s), float(a / (a + s))) for v, a, s in zip(x, grid.alpha, grid.sigma, strict=True)

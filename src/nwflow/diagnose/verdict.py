@@ -70,7 +70,7 @@ class Gauges:
         counts[1:] = torch.stack([torch.bincount(p, minlength=q) for p in picks]) if q else counts[1:]
         weights = counts / max(1, q)
         mean = {k: _mean(weights, v[unit][:, done]) for k, v in measured.errors.items()}
-        sizes = [len(f.refs) for f in problem.folds]
+        sizes = [int(problem.equal[f.refs].unique().numel()) for f in problem.folds]
         few = min(FEW, (1.0 + (sum(sizes) / max(1, len(sizes)))) / 2.0)
         return cls(mean, weights @ measured.n_eff[:, done].mT, problem.window[unit], few)
 
