@@ -14,7 +14,8 @@ import matplotlib.pyplot as plt
 HERE = Path(__file__).parent
 IMAGES = HERE.parent / "docs" / "images"
 COLOURS = {
-    "nwflow": "#0b6e99", "nwflow 1e-5": "#0b6e99", "nwflow 1e-3": "#5aa7c7", "two products": "#999999", "dense": "#c2571a",
+    "nwflow": "#0b6e99", "nwflow 1e-5": "#0b6e99", "nwflow 1e-3": "#5aa7c7", "two products": "#999999",
+    "dense": "#c2571a",
     "broadcasting": "#7a5195", "deepinv": "#bc5090", "top 1024": "#58855c",
 }  # fmt: skip
 
@@ -60,9 +61,7 @@ def steps(rows: dict[str, Any]) -> None:
 
 
 def errors(rows: list[dict[str, float]]) -> None:
-    figure, ax = axes(
-        "error of the denoiser against float64", "t (0 noise, 1 data)", "relative error, worst of 8 queries"
-    )
+    figure, ax = axes("error of the denoiser against float64", "t (0 noise, 1 data)", "relative error, worst of 8")
     ax.set_xscale("linear")
     for method in (k for k in rows[0] if k != "t"):
         values = [max(row[method], 1e-9) for row in rows]
