@@ -121,7 +121,8 @@ class Preconditioned(nn.Module):
             out, skip = units.out.to(dtype)[:, None], units.skip.to(dtype)[:, None]
             moves = (found.denoised - skip * units.x.to(dtype)[:, None], found.along)
             vectors += [v / (out.square() + v.square().mean(-1, keepdim=True) / REACH**2 + TINY).sqrt() for v in moves]
-            scalars = [found.n_eff.log(), found.residual.log1p(), (found.spread + TINY).sqrt(), *(_rms(v) for v in vectors[1:])]
+            scalars = [found.n_eff.log(), found.residual.log1p(), (found.spread + TINY).sqrt()]
+            scalars += [_rms(v) for v in vectors[1:]]
             scalars.append(self._radius(found.mean))
             features += [torch.cat(scalars, -1).transpose(1, 2).flatten(2)]
         basis = torch.cat(vectors, 1).transpose(1, 2)  # (T, n, 1 + 2 K, d)
