@@ -321,7 +321,8 @@ def test_samples_do_not_depend_on_their_number_or_on_blocks(eta: float, randn: C
     assert blocks.attribution is not None and many.attribution is not None and blocks.n_eff is not None
     assert torch.equal(blocks.attribution.indices, many.attribution.indices)
     assert blocks.n_eff.shape == (9,)
-    assert blocks.evaluations == many.evaluations == 12
+    assert blocks.evaluations == many.evaluations <= 12
+    assert blocks.field_evaluations == many.field_evaluations <= 9 * 12
     assert not torch.equal(sample(target, 4, steps=12, seed=4).points, few.points)
 
 
@@ -465,12 +466,13 @@ def test_tasks_are_sampled_as_each_alone(randn: Callable[..., Tensor]) -> None:
     assert together.trajectory.shape == (41, 3, 6, 2)
     assert together.attribution.indices.shape == (3, 6, 5)
     assert together.n_eff.shape == (3, 6)
+    assert together.certificate.off is not None and together.field_evaluations == 3 * 6 * 40
     alone = sample(NWField(sets[0], CondOT(0.1)), 6, grid="uniform", eta=0.3)
     assert torch.allclose(together.points[0], alone.points, atol=1e-6)
     x0 = randn(3, 2, 2)
     given = sample(NWField(Support.batch(sets), CondOT(0.1)), x0=x0, grid="uniform")
     for i, s in enumerate(sets):
-        one = sample(NWField(s, CondOT(0.1)), x0=x0[i], grid="uniform")
+        one = sample(NWField(s, CondOT(0.1)), x0=x0[i], grid="uniform", certificate=False)
         assert torch.allclose(given.points[i], one.points, atol=1e-6)
 
 

@@ -125,7 +125,9 @@ class Want:
     """Which moments a pass returns beside the log-normaliser and the mean.
 
     ``square``: E[f]; ``prior``: E[log pi]; ``mass2``: sum w^2; ``top``: the k largest weights; ``mean`` off saves the
-    second product.
+    second product. With ``share`` and ``top`` = 1 the largest weight is still that, but it has an index only where it
+    exceeds ``share`` (at least 1/2), else -1: a pass then keeps no indices, which would cost as much as exponentials.
+    ``rest``: the largest weight that a short list may leave out; half the tolerance when None.
     """
 
     mean: bool = True
@@ -133,6 +135,8 @@ class Want:
     prior: bool = False
     mass2: bool = False
     top: int = 0
+    share: float = 0.0
+    rest: float | None = None
 
 
 @dataclass(frozen=True)
@@ -283,6 +287,7 @@ def _block_rows(y: Tensor, b: Tensor, keys: Keys, want: Want, dtype: torch.dtype
     second = torch.zeros(*shape, r, dtype=wide, device=y.device)
     top: Tensor | None = None
     index: Tensor | None = None
+    found_at = torch.zeros(*shape, 1, dtype=torch.long, device=y.device)
     buffer = y.new_empty(shape.numel() * min(key_block, keys.m))
     sparse = not narrow and keys.cheap.dtype == dtype == values and y.ndim == 2 and y.device.type == "cpu"
     least = math.log(torch.finfo(dtype).eps / (2 * keys.m))  # all weights below e^least together are half an ulp
@@ -291,9 +296,11 @@ def _block_rows(y: Tensor, b: Tensor, keys: Keys, want: Want, dtype: torch.dtype
         at: slice | Tensor = slice(j, j + k)
         z = keys.cheap[..., at, :] if keys.cheap.dtype == dtype else keys.exact(j, j + k)
         lg = logits(y, b, z, square[..., at], log_prior[..., at], buffer[: shape.numel() * k].view(*shape, k))
-        if want.top:
+        if want.top and not want.share:
             top, index = _keep_top(top, index, lg, j, want.top)
         higher = torch.maximum(maximum, lg.amax(-1, keepdim=True))
+        if want.share:
+            found_at.masked_fill_(higher > maximum, j)
         c = torch.exp(maximum - higher)
         maximum = higher
         lg.sub_(maximum)
@@ -319,6 +326,8 @@ def _block_rows(y: Tensor, b: Tensor, keys: Keys, want: Want, dtype: torch.dtype
             prior.mul_(c).add_(e.to(wide) @ lp)
         if want.mass2:
             mass2.mul_(c * c).add_(torch.linalg.vector_norm(e, dim=-1, keepdim=True).square_())
+    if want.share:
+        top, index = maximum, _leaders(y, b, keys, found_at, mass < 1.0 / want.share, key_block)
     return Partial(
         maximum.to(wide), mass, total.to(wide) if want.mean else None, second if want.square else None,
         prior if want.prior else None, mass2 if want.mass2 else None,
@@ -346,6 +355,24 @@ def _accumulate(total: Tensor, c: Tensor, e: Tensor, v: Tensor, narrow: bool) ->
         total.addmm_(e, v)
     else:
         total.baddbmm_(e, v)
+
+
+def _leaders(y: Tensor, b: Tensor, keys: Keys, found_at: Tensor, sure: Tensor, key_block: int) -> Tensor:
+    """Index of the largest logit, which lies in the block that starts at ``found_at``, where ``sure``; else -1.
+
+    All are ``(*T, n, 1)``. Rows that are sure are few before collapse, and after it each needs one block.
+    """
+    index = torch.full_like(found_at, -1)
+    for j in found_at[sure].unique().tolist():
+        mine, at = (sure & (found_at == j)).squeeze(-1), slice(j, min(j + key_block, keys.m))
+        z = keys.cheap[..., at, :] if keys.cheap.dtype == y.dtype else keys.exact(j, at.stop)
+        square, log_prior = keys.square[..., at].to(y.dtype), keys.log_prior[..., at].to(y.dtype)
+        if y.ndim == 2:
+            yj, bj = y[mine], b if b.shape[0] == 1 else b[mine]
+            index[mine] = logits(yj, bj, z, square, log_prior).argmax(-1, keepdim=True) + j
+        else:
+            index = torch.where(mine[..., None], logits(y, b, z, square, log_prior).argmax(-1, keepdim=True) + j, index)
+    return index
 
 
 def _keep_top(top: Tensor | None, index: Tensor | None, lg: Tensor, offset: int, k: int) -> tuple[Tensor, Tensor]:

@@ -171,7 +171,7 @@ def _routed(y: Tensor, b: Tensor, keys: Keys, want: Want, tol: float) -> Moments
         )
     rows = (~easy).nonzero().squeeze(-1)
     if rows.numel():
-        margin = 2.0 * bound.proven.expand(n) + math.log(2.0 * keys.m / tol)
+        margin = 2.0 * bound.proven.expand(n) + math.log(keys.m / _rest(want, tol))
         limit = max(1, keys.m // SHORT)
         floor, share = _probe(*_take(y, b, rows), keys, margin[rows])
         few = (share * keys.m <= limit) & (want.top <= 1)
@@ -192,6 +192,11 @@ def _routed(y: Tensor, b: Tensor, keys: Keys, want: Want, tol: float) -> Moments
         if order.numel() < 2 or bool((order[1:] > order[:-1]).all()):
             return groups[0][1]
     return _assemble([g for _, g in groups], torch.cat([r for r, _ in groups]))
+
+
+def _rest(want: Want, tol: float) -> float:
+    """Weight that a list may leave out."""
+    return 0.5 * tol if want.rest is None else min(want.rest, 0.5 * tol)
 
 
 def _take(y: Tensor, b: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -336,7 +341,9 @@ def _rescored(y: Tensor, b: Tensor, keys: Keys, want: Want, found: Shortlist, to
         yr, br = y[rows], b if b.shape[0] == 1 else b[rows]
         z = keys.gather(index)
         sums, error = _listed(yr, br, z, z[:, 0], keys.log_prior[index], index, real, want)
-        parts.append(replace(finish(sums), error=error + 0.5 * tol, proven=torch.ones_like(error, dtype=torch.bool)))
+        parts.append(
+            replace(finish(sums), error=error + _rest(want, tol), proven=torch.ones_like(error, dtype=torch.bool))
+        )
         i = j
     return _assemble(parts, order)
 
@@ -355,7 +362,7 @@ def _product(y: Tensor, b: Tensor, keys: Keys, want: Want, tol: float) -> Moment
 
 def _differences(y: Tensor, b: Tensor, keys: Keys, want: Want, tol: float) -> Moments:
     """Where even float64 products cancel: direct differences over the whole list, however long."""
-    margin = 2.0 * logit_error(y, b, keys, keys.work).proven.expand(y.shape[0]) + math.log(2.0 * keys.m / tol)
+    margin = 2.0 * logit_error(y, b, keys, keys.work).proven.expand(y.shape[0]) + math.log(keys.m / _rest(want, tol))
     floor, _ = _probe(y, b, keys, margin)
     found = shortlist(y, b, keys, keys.work, margin, floor, keys.m)
     parts = [
@@ -364,7 +371,7 @@ def _differences(y: Tensor, b: Tensor, keys: Keys, want: Want, tol: float) -> Mo
     ]
     moments = _assemble(parts, None)
     assert moments.error is not None
-    return replace(moments, error=moments.error + 0.5 * tol)
+    return replace(moments, error=moments.error + _rest(want, tol))
 
 
 def _direct_all(y: Tensor, b: Tensor, keys: Keys, want: Want, index: Tensor | None = None) -> Moments:

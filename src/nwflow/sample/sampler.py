@@ -1,13 +1,12 @@
-r"""The one loop: from noise at t = 0 to data at t = 1, or to the bandwidth at which to stop.
+r"""Sampling as it is called: from noise at t = 0 to data at t = 1, or to the bandwidth at which to stop.
 
-A run is a list of nodes t_0 < ... < t_N and a rule that takes x from each to the next (:mod:`nwflow.sample.steps`).
-Noise, blocks, progress, stopping, trajectories and attribution are here, once.
+A run is a list of nodes t_0 < ... < t_N and a rule that takes x from each to the next (:mod:`nwflow.sample.steps`); the
+loop is in :mod:`nwflow.sample.run`. Arguments, blocks, progress and results are here.
 """
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
@@ -15,17 +14,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 from nwflow.field import Attribution
-from nwflow.sample.adaptive import dopri5
 from nwflow.sample.grids import Grid, Node, Scales, check_resolved, given_times, nodes, scales_of, time_grid
 from nwflow.sample.noise import as_seed
+from nwflow.sample.run import Callback, Certificate, Outcome, Run, why_off
 from nwflow.sample.start import Start
-from nwflow.sample.steps import EULER, HEUN, MIDPOINT, RK4, Exponential, Model, Rule, RungeKutta
+from nwflow.sample.steps import EULER, HEUN, MIDPOINT, RK4, Exponential, Rule, RungeKutta
 
 __all__ = ["Method", "Samples", "sample"]
 
 Method: TypeAlias = Literal["3m", "2m", "exact", "euler", "midpoint", "heun", "rk4", "dopri5"]
-Callback: TypeAlias = Callable[[int, float, Tensor, Tensor], bool | None]
-
 _EXPONENTIAL = {"exact": (1, False), "2m": (2, True), "3m": (3, True)}  # order of the predictor, corrected
 _RUNGE_KUTTA = {"euler": EULER, "midpoint": MIDPOINT, "heun": HEUN, "rk4": RK4}
 
@@ -36,15 +33,18 @@ class Samples:
 
     Attributes:
         points: ``(n, *event)`` at the last of ``times``.
-        denoised: ``(n, *event)``, the denoiser at the last evaluation (for a bare callable its velocity).
-        attribution: the references with the largest weights at the last evaluation, where sigma > 0: ``indices``
-            (original rows) and ``weights`` ``(n, k)``, ``captured`` ``(n,)``; None where the field has none or it was
-            not wanted.
+        denoised: ``(n, *event)``, the denoiser at the last evaluation (for a bare callable its velocity); of a sample
+            that was finished early, what it is where the others were evaluated last.
+        attribution: the references with the largest weights at each sample's last evaluation, where sigma > 0:
+            ``indices`` (original rows) and ``weights`` ``(n, k)``, ``captured`` ``(n,)``; None where the field has
+            none or it was not wanted.
         n_eff: ``(n,)``, effective number of references there, or None; a field of several heads gives one for each.
         trajectory: ``(len(times), n, *event)`` or None.
         times: the times visited, from noise (0) towards data (1).
         bandwidths: sigma / alpha at each of them, inf at pure noise; None for a bare callable.
-        evaluations: evaluations of the field for one sample; attribution and n_eff are not counted.
+        evaluations: evaluations of the field for the sample that took the most; attribution and n_eff are not counted.
+        field_evaluations: evaluations of all samples together.
+        certificate: which samples were finished early by one exact step, when, and how far they can be off.
         method: the name of the step rule. seed: the seed of the noise.
     """
 
@@ -56,6 +56,8 @@ class Samples:
     times: tuple[float, ...]
     bandwidths: tuple[float, ...] | None
     evaluations: int
+    field_evaluations: int
+    certificate: Certificate
     method: str
     seed: int
 
@@ -80,6 +82,7 @@ def sample(
     stop_at: float | None = None,
     attribution: int = 5,
     trajectory: bool = False,
+    certificate: bool | Literal["require"] = True,
     batch_size: int | None = None,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
@@ -109,6 +112,10 @@ def sample(
         stop_at: bandwidth sigma / alpha at which to end, in data units; points are then the noisy x there.
         attribution: how many references to name per sample; 0 for none (neither is n_eff computed then).
         trajectory: keep x at every time.
+        certificate: finish samples by one exact step as soon as it is certain where they end, with a bound of the error
+            (:mod:`nwflow.kernel.certificate`). It holds for an :class:`~nwflow.NWField` of one support, with priors,
+            duplicates, metrics and isotropic smoothing, and eta = 0; elsewhere it is off, and
+            ``Samples.certificate.off`` says why. ``"require"`` raises there instead. False switches it off.
         batch_size: samples that run together; all when None. The field bounds its own memory, so this bounds the
             states.
         dtype, device: of the samples; those of ``x0``, else of the support. Half precision is computed as float32.
@@ -126,7 +133,7 @@ def sample(
         >>> field = NWField(torch.tensor([[-1.0], [1.0]]), CondOT())
         >>> samples = sample(field, 3, steps=10)
         >>> samples
-        Samples(points (3, 1), method='3m', evaluations=10, seed=0, t=0 to 1)
+        Samples(points (3, 1), method='3m', evaluations=8, seed=0, t=0 to 1)
         >>> samples.points.abs().flatten()
         tensor([1., 1., 1.])
     """
@@ -144,11 +151,15 @@ def sample(
         raise ValueError("callback: expected a method with steps and all samples at once: no dopri5, no batch_size")
     if not isinstance(attribution, int) or attribution < 0:
         raise ValueError(f"attribution: expected a number of references, 0 for none, got {attribution!r}")
-    run = _Run(start, at, rule, method, scales.c, tolerance, trajectory, attribution, callback)
+    if certificate not in (True, False, "require"):
+        raise ValueError(f"certificate: expected True, False or 'require', got {certificate!r}")
     differentiable = torch.is_grad_enabled() and x0 is not None and x0.requires_grad
+    off, required = why_off(bool(certificate), field, rule, eta, differentiable), certificate == "require"
+    run = Run(start, at, rule, scales.c, tolerance, trajectory, attribution, callback, off, required)
     blocks = _blocks(start.n, batch_size)
     with torch.set_grad_enabled(differentiable), _bar(len(blocks) * (len(at) - 1), progress) as advance:
-        return _joined([run(block, advance) for block in blocks], axis=0 if start.n_tasks is None else 1)
+        parts = [run(block, advance) for block in blocks]
+    return _samples(parts, at, start, method)
 
 
 def _times(start: Start, steps: int, method: str, grid: Any, scales: Scales, stop_at: float | None) -> list[float]:
@@ -196,83 +207,35 @@ def _blocks(n: int, batch_size: int | None) -> list[range]:
     return [range(i, min(i + size, n)) for i in range(0, n, size)]
 
 
-@dataclass(frozen=True)
-class _Run:
-    """What all blocks of samples share; called with a block, it gives the block's samples."""
+def _samples(parts: list[Outcome], at: list[Node], start: Start, method: str) -> Samples:
+    """Blocks of samples as one."""
+    axis, dtype, at = 0 if start.n_tasks is None else 1, start.dtype, at[: parts[0].reached]
 
-    start: Start
-    at: list[Node]
-    rule: Callable[[], Rule] | None
-    method: str
-    c: float
-    tolerance: float
-    trajectory: bool
-    attribution: int
-    callback: Callback | None
+    def joined(values: list[Any], axis: int = axis) -> Any:
+        return values[0] if values[0] is None or len(values) == 1 else torch.cat(values, axis)
 
-    def __call__(self, samples: range, advance: Callable[[int], None]) -> Samples:
-        model, x = Model(self.start.field, self.start.path), self.start.state(samples)
-        if self.rule is None:
-            visited, reached = dopri5(model, x, self.at, self.c, self.tolerance), len(self.at)
-            advance(reached - 1)
-        else:
-            visited, reached = self._loop(model, x, self.rule(), samples, advance)
-        assert model.last is not None
-        dtype, at = self.start.dtype, self.at[:reached]
-        attribution, n_eff = self._references(model)
-        return Samples(
-            points=visited[-1].to(dtype),
-            denoised=model.last[2].to(dtype),
-            attribution=attribution,
-            n_eff=n_eff,
-            trajectory=torch.stack(visited).to(dtype) if self.trajectory else None,
-            times=tuple(node.t for node in at),
-            bandwidths=None if self.start.path is None else tuple(node.bandwidth for node in at),
-            evaluations=model.evaluations,
-            method=self.method,
-            seed=self.start.seed,
-        )
+    def each(name: str, names: tuple[str, ...]) -> list[Any]:
+        return [joined([getattr(getattr(part, name), field) for part in parts]) for field in names]
 
-    def _loop(
-        self, model: Model, x: Tensor, rule: Rule, samples: range, advance: Callable[[int], None]
-    ) -> tuple[list[Tensor], int]:
-        """The states at the times reached (without a trajectory, only the last) and how many times were reached."""
-        visited: list[Tensor] = []
-        for k, (a, b) in enumerate(zip(self.at, self.at[1:], strict=False)):
-            x, known, following = rule(model, x, a, b, partial(self.start.noise, samples, k + 1))
-            visited = [*visited, x] if self.trajectory else []
-            if self.callback is not None and self.callback(k, a.t, x, known):
-                return visited or [x], k + 1
-            x = following
-            advance(1)
-        return [*visited, x], len(self.at)
-
-    def _references(self, model: Model) -> tuple[Attribution | None, Tensor | None]:
-        """The references with the largest weights, and how many share them, at the last evaluation."""
-        assert model.last is not None
-        (x, t, _), field = model.last, model.field
-        if not self.attribution:
-            return None, None
-        with torch.no_grad():
-            named = field.attribute(x, t, self.attribution) if hasattr(field, "attribute") else None
-            return named, field.n_eff(x, t) if hasattr(field, "n_eff") else None
-
-
-def _joined(parts: list[Samples], axis: int) -> Samples:
-    """Blocks of samples as one; ``axis`` is that of the samples."""
-    if len(parts) == 1:
-        return parts[0]
-
-    def cat(name: str, source: list[Any], axis: int) -> Any:
-        values = [getattr(part, name) for part in source]
-        return None if values[0] is None else torch.cat(values, axis)
-
-    named = [part.attribution for part in parts]
-    together = None
-    if named[0] is not None:
-        together = Attribution(*(cat(name, named, axis) for name in ("indices", "weights", "captured")))
-    tensors = {name: cat(name, parts, axis) for name in ("points", "denoised", "n_eff")}
-    return replace(parts[0], attribution=together, trajectory=cat("trajectory", parts, axis + 1), **tensors)
+    named = parts[0].attribution
+    if named is not None:
+        named = Attribution(*each("attribution", ("indices", "weights", "captured")))
+    certificate = Certificate(*each("certificate", ("time", "bound", "reference")), off=parts[0].certificate.off)
+    whole = len(parts[0].states) == len(at)
+    return Samples(
+        points=joined([part.states[-1] for part in parts]).to(dtype),
+        denoised=joined([part.denoised for part in parts]).to(dtype),
+        attribution=named,
+        n_eff=joined([part.n_eff for part in parts]),
+        trajectory=joined([torch.stack(part.states) for part in parts], axis + 1).to(dtype) if whole else None,
+        times=tuple(node.t for node in at),
+        bandwidths=None if start.path is None else tuple(node.bandwidth for node in at),
+        evaluations=max(part.evaluations for part in parts),
+        field_evaluations=sum(part.field_evaluations for part in parts),
+        certificate=certificate,
+        method=method,
+        seed=start.seed,
+    )
 
 
 @contextlib.contextmanager

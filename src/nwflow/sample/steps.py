@@ -40,25 +40,34 @@ REACH = 3.0  # a step longer than this many last steps extrapolates too far: it 
 
 
 class Model:
-    """A field as the rules see it: counts evaluations and keeps the last. ``path`` is None for a bare callable."""
+    """A field as the rules see it: counts evaluations and keeps the last. ``path`` is None for a bare callable.
+
+    ``denoiser`` gives D(x, t), or u; ``asked`` counts the rows of x over all evaluations.
+    """
 
     def __init__(self, field: Any, path: Path | None) -> None:
-        self.field, self.path, self.evaluations = field, path, 0
+        self.field, self.path, self.evaluations, self.asked = field, path, 0, 0
+        self.denoiser: Callable[[Tensor, float], Tensor] = field if path is None else field.denoise
         self.last: tuple[Tensor, float, Tensor] | None = None  # x, t, and D or u there
+
+    def __call__(self, x: Tensor, at: Node) -> Tensor:
+        """D at a node, or u of a bare callable."""
+        return self._ask(x, at.t) if self.path is None else self.denoise(x, at)
 
     def denoise(self, x: Tensor, at: Node) -> Tensor:
         assert at.sigma > 0
-        return self._ask(self.field.denoise, x, at.t)
+        return self._ask(x, at.t)
 
     def velocity(self, x: Tensor, t: float) -> Tensor:
         if self.path is None:
-            return self._ask(self.field, x, t)
+            return self._ask(x, t)
         at = nodes(self.path, [t])[0]
         return velocity(x, self.denoise(x, at), at)
 
-    def _ask(self, function: Callable[[Tensor, float], Tensor], x: Tensor, t: float) -> Tensor:
-        value = function(x, t)
+    def _ask(self, x: Tensor, t: float) -> Tensor:
+        value = self.denoiser(x, t)
         self.evaluations += 1
+        self.asked += x.shape[0]
         if value.shape != x.shape:
             raise ValueError(f"field: expected a value of the shape of x, {tuple(x.shape)}, got {tuple(value.shape)}")
         self.last = (x.detach(), t, value.detach())
@@ -79,11 +88,19 @@ def exact_step(x: Tensor, denoised: Tensor, a: Node, b: Node) -> Tensor:
 
 @runtime_checkable
 class Rule(Protocol):
-    """One step from ``a`` to ``b``; returns x at a (corrected by what was learnt there), D or u at a, and x at b."""
+    """One step from ``a`` to ``b``, in three parts, so that samples can leave between them."""
 
-    def __call__(
-        self, model: Model, x: Tensor, a: Node, b: Node, noise: Callable[[], Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
+    def settled(self, x: Tensor, known: Tensor, a: Node) -> Tensor:
+        """x at a as it is once D (or u) there is ``known``: corrected by it, or as it was."""
+        ...
+
+    def keep(self, rows: Tensor) -> None:
+        """Forget the samples that are not in ``rows``."""
+        ...
+
+    def step(self, model: Model, x: Tensor, known: Tensor, a: Node, b: Node, noise: Callable[[], Tensor]) -> Tensor:
+        """x at b."""
+        ...
 
 
 # --- Runge-Kutta in t -----------------------------------------------------------------------------------------------
@@ -108,10 +125,13 @@ RK4 = Tableau(
 )
 
 
-def integrate_step(tableau: Tableau, f: Callable[[Any, float], Any], x: Any, t: float, end: float) -> tuple[Any, Any]:
-    """One step of dx/dt = f(x, t), and the first slope: orders of a whole run survive one step of order less by one."""
-    h, slopes = end - t, []
-    for c, row in zip(tableau.c, tableau.a, strict=True):
+def integrate_step(
+    tableau: Tableau, f: Callable[[Any, float], Any], x: Any, t: float, end: float, first: Any = None
+) -> tuple[Any, Any]:
+    """One step of dx/dt = f(x, t), and the first slope, which may be given: orders of a whole run survive one step of
+    order less by one."""
+    h, slopes = end - t, [] if first is None else [first]
+    for c, row in list(zip(tableau.c, tableau.a, strict=True))[len(slopes) :]:
         state = x
         for weight, slope in zip(row, slopes, strict=True):
             state = state + (h * weight) * slope if weight else state
@@ -133,18 +153,19 @@ class RungeKutta:
         """Evaluations of one step."""
         return len(self.tableau.c)
 
-    def __call__(
-        self, model: Model, x: Tensor, a: Node, b: Node, noise: Callable[[], Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def settled(self, x: Tensor, known: Tensor, a: Node) -> Tensor:
+        return x
+
+    def keep(self, rows: Tensor) -> None:
+        pass
+
+    def step(self, model: Model, x: Tensor, known: Tensor, a: Node, b: Node, noise: Callable[[], Tensor]) -> Tensor:
         if model.path is not None and b.sigma == 0:
-            denoised = model.denoise(x, a)
-            return x, denoised, exact_step(x, denoised, a, b)
+            return exact_step(x, known, a, b)
         barred = model.path is None and b.t == 1
         tableau = self.tableau.open_end if barred and self.tableau.open_end else self.tableau
-        x_b, u = integrate_step(tableau, model.velocity, x, a.t, b.t)
-        if model.path is None:
-            return x, u, x_b
-        return x, (a.sigma * u - a.d_sigma * x) / (a.d_alpha * a.sigma - a.d_sigma * a.alpha), x_b
+        slope = known if model.path is None else velocity(x, known, a)
+        return integrate_step(tableau, model.velocity, x, a.t, b.t, slope)[0]
 
 
 # --- exponential integrators in the clock s -------------------------------------------------------------------------
@@ -203,13 +224,15 @@ class Exponential:
     taken: _Step | None = None
     evaluations: int = 1
 
-    def __call__(
-        self, model: Model, x: Tensor, a: Node, b: Node, noise: Callable[[], Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        denoised = model.denoise(x, a)
-        if self.correct and self.taken is not None:
-            x = self._corrected(self.taken, denoised)
-        self.history = [(a.clock(self.c), denoised), *self.history][: self.order]
+    def settled(self, x: Tensor, known: Tensor, a: Node) -> Tensor:
+        return self._corrected(self.taken, known) if self.correct and self.taken is not None else x
+
+    def keep(self, rows: Tensor) -> None:
+        self.history = [(s, d[rows]) for s, d in self.history]
+        self.taken = None  # of the step before, which is settled
+
+    def step(self, model: Model, x: Tensor, known: Tensor, a: Node, b: Node, noise: Callable[[], Tensor]) -> Tensor:
+        self.history = [(a.clock(self.c), known), *self.history][: self.order]
         fresh = math.sqrt(max(0.0, 1 - (b.bandwidth / a.bandwidth) ** 2)) if self.eta else 0.0
         kappa = math.sqrt(1 - (self.eta * fresh) ** 2)
         keep = kappa * b.sigma / a.sigma
@@ -217,10 +240,10 @@ class Exponential:
         if self.eta and b.sigma > 0:
             base = base + (self.eta * b.sigma * fresh) * noise()
         regular = b.sigma > 0 and kappa > 1e-6
-        known = self._within_reach(b) if regular else self.history[:1]
-        self.taken = _Step(b, a, base, kappa, known) if regular else None
-        weights = exponential_weights(a, b, [s for s, _ in known], self.c, kappa)
-        return x, denoised, _combine(base, weights, [d for _, d in known])
+        used = self._within_reach(b) if regular else self.history[:1]
+        self.taken = _Step(b, a, base, kappa, used) if regular else None
+        weights = exponential_weights(a, b, [s for s, _ in used], self.c, kappa)
+        return _combine(base, weights, [d for _, d in used])
 
     def _within_reach(self, b: Node) -> list[tuple[float, Tensor]]:
         if len(self.history) > 1:
