@@ -31,8 +31,7 @@ class Call:
     logits; both broadcast against ``(B, H, n, m)``. ``causal``: query i sees keys j <= i. ``kernel`` is ``"dot"`` or
     ``"gaussian"``: logits -scale |q - k|^2 / 2. ``output`` ``(B, H, n, e)``: what the model itself made of the rows, to
     check a v against; times ``output_scale`` when the model scales it (the scale of an adapter). ``dropout``: the model
-    dropped weights, so that nothing can be checked. ``observed``: weights that the model itself returned, of every head
-    or their mean (one head), to check ours against.
+    dropped weights, so that nothing can be checked. ``checked``: the relative error of such a check already made.
 
     ``references`` ``(m,)`` says to which reference a key belongs, -1 for none (text, the image itself): the comparison
     is over reference keys alone, renormalised, beside their mass. None: every key is its own reference. ``names`` are
@@ -70,15 +69,7 @@ class Call:
     alpha: float | None = None
     sigma: float | None = None
     features: tuple[Tensor, Tensor] | None = None
-    observed: (
-        Float[
-            Tensor,
-            (
-                B  # H n m
-            ),
-        ]
-        | None
-    ) = None
+    checked: Tensor | float | None = None
 
     def __post_init__(self) -> None:
         q, k, v = self.q, self.k, self.v
@@ -145,7 +136,6 @@ class Call:
             bias=some(self.bias),
             causal=False,
             output=some(self.output),
-            observed=some(self.observed),
             features=None if self.features is None else (some(self.features[0], 1), self.features[1]),
             rows=tuple(index if old is None else (old[i] for i in index)),
             n_total=self.q.shape[2] if self.n_total is None else self.n_total,
