@@ -2,8 +2,9 @@ r"""How close recorded attention is to kernel smoothing: one record for every he
 
 Against the Nadaraya-Watson weights at h^2 = 1 / scale in the head's own space, without and with the key-norm prior
 that makes them the model's (:mod:`nwflow.probe.weights`), and, where the inputs' features are given, at the bandwidth
-h(t) = sigma / alpha of the flow (t = 0 noise, t = 1 data) in feature space: softmax(-|x - alpha s|^2 / (2 sigma^2)) (Smola 2026, arXiv
-2605.13386). That a v gives the model's own output shows that q, k, masks and scale are the model's.
+h(t) = sigma / alpha of the flow (t = 0 noise, t = 1 data) in feature space:
+softmax(-|x - alpha s|^2 / (2 sigma^2)) (Smola 2026, arXiv 2605.13386). That a v gives the model's own output
+shows that q, k, masks and scale are the model's.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ __all__ = ["MANY", "measure"]
 
 BLOCK = 2**20  # weights that are worked on at once
 SUBSET = 2**18  # weights on which permutations and the search for a bandwidth are run
-MANY = 64  # with more keys than this, and no references named, what single keys do is not listed
+MANY = 16  # with more keys than this, and no references named, what single keys do is not listed
 
 
 @torch.no_grad()

@@ -110,10 +110,11 @@ class LayerResult:
     """What a layer does with its references, over heads, steps and recorded queries of one branch.
 
     ``listens``: mean weight of each reference (they sum to 1); ``influence``: mean length by which the attention output
-    moves when that reference is left out and the others are renormalised, over the root mean square of the output;
-    ``ignored``: references whose influence is negligible at every query, head and step. ``n_eff``: (median, 10 %, 90 %)
-    of the number of references in use; ``verdict``: ``collapse`` (the median below 2 of at least 4 keys), ``uniform``
-    (above 95 % of the keys) or ``selective``, in one sentence ``text``.
+    (all heads) moves when that reference is left out and the others are renormalised, beside the output's own root mean
+    square length ``output_size``; ``ignored``: references that move it by less than a thousandth of that at every
+    query and step. ``n_eff``: (median, 10 %, 90 %) of the number of keys in use, over heads, queries and steps, within
+    1 %; ``verdict``: ``collapse`` (the median below 2 of at least 4 keys), ``uniform`` (above 95 % of the keys),
+    ``selective`` or ``few`` (fewer than 4 keys), in one sentence ``text``.
     """
 
     layer: str
@@ -125,6 +126,7 @@ class LayerResult:
     references: tuple[str, ...]
     listens: tuple[float, ...]
     influence: tuple[float, ...] | None
+    output_size: float | None
     ignored: tuple[int, ...]
     n_eff: tuple[float, float, float]
     n_keys: int

@@ -2,7 +2,8 @@ r"""The numbers of a head from its weights: sums over rows, so that blocks of ro
 
 Spearman's correlation is that of mean ranks row by row: ranks of logits, which have an order even where weights
 underflow, ties closer than rounding sharing their mean. Pearson's is of all weights at once, about their mean.
-KL(a || nw_h) is convex in beta = 1 / h^2, with the derivative E_nw x - E_a x for x = -|q - k|^2 / 2: the best bandwidth is one root.
+KL(a || nw_h) is convex in beta = 1 / h^2, with the derivative E_nw x - E_a x for x = -|q - k|^2 / 2:
+the best bandwidth is one root.
 """
 
 from __future__ import annotations
@@ -217,7 +218,7 @@ def best_bandwidth(w: Weights) -> dict[str, Tensor]:
         _, value, slope = at(u)
         low, high = torch.where(value < 0, u, low), torch.where(value < 0, high, u)
         step = u - value / (slope * u.exp()).clamp(min=TINY)
-        u = torch.where((step > low) & (step < high), step, 0.5 * (low + high))
+        u = torch.where((step >= low) & (step <= high), step, 0.5 * (low + high))
     log_w = at(u)[0]
     n = w.some.sum((1, 2)).to(a.dtype)
     kl = torch.where(a > 0, a * (w.log_a - log_w), 0.0).sum((1, 2, 3)) / n
