@@ -193,7 +193,9 @@ def _of_diffusers(module: Any) -> Projections:
     return Projections(
         **_inputs([u.weight for u in linears], [u.bias for u in linears], heads),
         out_weight=_joined(module.to_out[0].weight, heads),
-        scale=torch.full((heads,), float(module.scale), dtype=module.to_q.weight.dtype, device=module.to_q.weight.device),
+        scale=torch.full(
+            (heads,), float(module.scale), dtype=module.to_q.weight.dtype, device=module.to_q.weight.device
+        ),
         out_bias=module.to_out[0].bias,
         q_norm=module.norm_q,
         k_norm=module.norm_k,

@@ -232,6 +232,6 @@ def _halved(call: Call) -> Call:
 
 def _tolerance(call: Call) -> float:
     dtypes = {u.dtype for u in (call.q, call.v, call.output) if u is not None}
-    if torch.is_autocast_enabled() or torch.is_autocast_cpu_enabled():
+    if torch.is_autocast_enabled(call.q.device.type):
         dtypes.add(torch.bfloat16)
     return max(TOLERANCE.get(d, 1e-4) for d in dtypes)
