@@ -9,21 +9,31 @@ arXiv 2605.13386).
 - :func:`nw_weights`, :func:`effective_bandwidth`: the weights of given queries and keys, with or without that prior.
 - :class:`GaussianAttention`: learned projections, Gaussian logits, a bandwidth per head.
 - :func:`leave_one_out`: how far the denoiser moves when each reference is dropped.
+- :func:`decompose`: a multi-head layer as H smoothers with their priors, which together give its output.
 """
 
+from nwflow.attention.decompose import Decomposition, HeadSmoother, decompose, n_eff_over_time, principal_angles
 from nwflow.attention.gaussian import GaussianAttention
 from nwflow.attention.head import NWHead
 from nwflow.attention.influence import Influence, leave_one_out
 from nwflow.attention.lift import effective_bandwidth, lift_keys, lift_queries, lifted_attention, nw_weights
+from nwflow.attention.projections import Projections, projections
 
 __all__ = [
+    "Decomposition",
     "GaussianAttention",
+    "HeadSmoother",
     "Influence",
     "NWHead",
+    "Projections",
+    "decompose",
     "effective_bandwidth",
     "leave_one_out",
     "lift_keys",
     "lift_queries",
     "lifted_attention",
+    "n_eff_over_time",
     "nw_weights",
+    "principal_angles",
+    "projections",
 ]
