@@ -142,7 +142,7 @@ def _output_error(block: Block, rows: slice, w: Weights) -> Tensor:
     output = torch.stack([c.output[:, h, rows] for c, h in block]).to(dtype)  # type: ignore[index]
     factor = torch.tensor([c.output_scale for c in calls], dtype=dtype, device=v.device)[:, None, None, None]
     error = (w.joint.exp() @ v * factor - output).abs()
-    error = torch.where(w.joint.isfinite().any(-1, keepdim=True) & ~output.isnan(), error, 0.0)
+    error = torch.where(output.isnan() & (w.joint == -torch.inf).all(-1, keepdim=True), 0.0, error)  # no key: no output
     size = (v.abs().amax((1, 2, 3)) * factor[:, 0, 0, 0].abs()).clamp(min=1e-30)
     return error.amax((1, 2, 3)) / size
 

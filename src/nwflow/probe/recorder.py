@@ -17,8 +17,7 @@ import functools
 import warnings
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -26,16 +25,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
 
 from nwflow.probe import observe
 from nwflow.probe.call import Call
 from nwflow.probe.result import ProbeResult
 from nwflow.probe.store import Options, Store
+from nwflow.probe.watch import FUSED, Watch, is_leaf, named, watching
 
 __all__ = ["Recorder", "record"]
 
-FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)  # they shun function modes
 OUTSIDE = "(no module)"
 
 Observer = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], "Iterable[Call] | Call | None"]
@@ -129,13 +127,14 @@ class Recorder:
         annotate: Callable[[Call], Call | None] | None,
         observers: Mapping[str, Observer],
     ) -> None:
-        self.roots = {"": model} if isinstance(model, nn.Module) else dict(model)
-        if not self.roots or not all(isinstance(m, nn.Module) for m in self.roots.values()):
+        roots = {"": model} if isinstance(model, nn.Module) else model
+        if not isinstance(roots, Mapping) or not roots or not all(isinstance(m, nn.Module) for m in roots.values()):
             raise TypeError(f"model: expected a torch.nn.Module or a mapping of them, got {type(model).__name__}")
+        self.roots = dict(roots)
         self.options, self.steps, self.clock, self.annotate = options, steps, clock, annotate
         self.observers = dict(observers)
         self.store = Store(options)
-        self.modules = {id(m): (name, m) for name, m in _named(self.roots)}
+        self.modules = {id(m): (name, m) for name, m in named(self.roots)}
         self.found: Counter[str] = Counter()
         self.troubles: dict[str, str] = {}
         self.step, self.now = -1, {}
@@ -143,7 +142,7 @@ class Recorder:
         self._wrapped: list[tuple[nn.Module, bool, Any, Any]] = []
         self._entered: Counter[int] = Counter()
         self._per_layer: defaultdict[str, int] = defaultdict(int)
-        self._mode, self._active = _Watch(self), False
+        self._mode, self._active = Watch(self._function), False
 
     # ------------------------------------------------------------------------------------------ entering and leaving
 
@@ -153,7 +152,7 @@ class Recorder:
         self._active = True
         try:
             for name, module in self.modules.values():
-                if not _is_leaf(module) and not isinstance(module, torch.jit.ScriptModule):
+                if not is_leaf(module) and not isinstance(module, torch.jit.ScriptModule):
                     self._wrap(name, module)
             self._mode.__enter__()
         except BaseException:
@@ -204,9 +203,9 @@ class Recorder:
         self._entered[id(module)] += 1
         self._stack.append((name, module))
         try:
-            with self._watching(not fused):
+            with watching(self._mode, not fused):
                 output = inner(*args, **kwargs)
-            with self._watching(False), torch.no_grad():
+            with watching(self._mode, False), torch.no_grad():
                 self._after(name, module, args, kwargs, output, inside)
             return output
         finally:
@@ -290,7 +289,7 @@ class Recorder:
         count = self.options.count(n, m)
         if count >= n:
             return None
-        generator = torch.Generator().manual_seed(self.options.seed * 2**32 + zlib.crc32(layer.encode()))
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{self.options.seed} {layer}".encode()))
         return torch.randperm(n, generator=generator)[:count].sort().values
 
     def _shown(self, name: str) -> str:
@@ -299,30 +298,6 @@ class Recorder:
     def _selected(self, name: str) -> bool:
         names = [name, *(n for n, _ in self._stack if n)]
         return any(fnmatchcase(n, g) for n in names for g in self.options.layers)
-
-    @contextmanager
-    def _watching(self, on: bool) -> Iterator[None]:
-        """The function mode on or off; other modes of the caller, above ours, are left where they are."""
-        current = _get_current_function_mode() is self._mode
-        if on == current or (not on and not current) or (on and self._busy_above()):
-            yield
-            return
-        if on:
-            _push_mode(self._mode)
-        else:
-            _pop_mode()
-        try:
-            yield
-        finally:
-            if on:
-                _pop_mode()
-            else:
-                _push_mode(self._mode)
-
-    def _busy_above(self) -> bool:
-        """Whether ours is in the stack already, below another mode."""
-        size = torch._C._len_torch_function_stack()
-        return any(torch._C._get_function_stack_at(i) is self._mode for i in range(size))
 
     # ------------------------------------------------------------------------------------------------------- afterwards
 
@@ -374,30 +349,3 @@ class Recorder:
             f"record: expected at least one attention call, captured 0 in {self._shown('')} "
             f"({matched} modules match layers {globs}; found: {counts}){why}"
         )
-
-
-class _Watch(TorchFunctionMode):
-    """Hands attention functions to the recorder after they have run."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
-        self.recorder = recorder
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        output = func(*args, **kwargs)
-        if func is F.scaled_dot_product_attention or func is F.multi_head_attention_forward:
-            self.recorder._function(func, args, kwargs, output)
-        return output
-
-
-def _named(roots: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    for prefix, root in roots.items():
-        for name, module in root.named_modules():
-            yield ".".join(p for p in (prefix, name) if p), module
-
-
-def _is_leaf(module: nn.Module) -> bool:
-    """PyTorch's own layers without parts: none of them attends, and there are many."""
-    inside = type(module).__module__.startswith("torch.nn.") and not isinstance(module, FUSED)
-    return inside and not any(True for _ in module.children())

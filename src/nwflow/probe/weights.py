@@ -107,6 +107,8 @@ def weigh(block: Block, rows: slice = slice(None)) -> Weights:
     k = torch.stack([c.k[:, h] for c, h in block]).to(dtype)
     scale = torch.tensor([c.logit_scale for c, _ in block], dtype=dtype, device=q.device)[:, None, None, None]
     bias, valid = _common(block, rows, (len(block), *q.shape[1:-1], k.shape[2]))
+    if valid is not None:  # what stands in padding moves no centre, NaN included
+        k = torch.where(valid.any(-2)[..., None], k, 0.0)
     distance = _distances(q, k)
     near = -0.5 * scale * distance
     if first.kernel == "gaussian":
@@ -129,7 +131,7 @@ def _over_references(
     logits: Tensor, near: Tensor, prior: Tensor, distance: Tensor, valid: Tensor | None, references: Any
 ) -> Weights:
     some = torch.ones(logits.shape[:-1], dtype=torch.bool, device=logits.device) if valid is None else valid.any(-1)
-    joint = torch.log_softmax(_hidden(logits, valid, some), -1)
+    joint = torch.log_softmax(_hidden(logits, valid, some), -1).masked_fill(~some[..., None], -torch.inf)
     mass = some.to(logits.dtype)
     if references is not None and min(references) < 0:
         keep = torch.tensor([j for j, r in enumerate(references) if r >= 0], device=logits.device)
