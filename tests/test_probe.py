@@ -1,8 +1,12 @@
 """The probe: it changes nothing, what it records is what the model computed, and its numbers are right."""
 
 import itertools
+import json
 import math
+import re
+import sys
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,9 +16,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import nwflow
+from nwflow.cli import main
 from nwflow.probe import Call, ProbeResult, measure, record
 from nwflow.probe.meaning import Tally
 from nwflow.probe.weights import attention_weights
+from nwflow.report import render_probe, write_probe_report
 
 
 class Sdpa(nn.Module):
@@ -500,3 +506,76 @@ def test_what_cannot_be_recorded_is_said_and_does_not_stop_the_model() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert {h.layer for h in recorder.compare().heads} == {"a"}
+
+
+# --------------------------------------------------------------------------------------------- the page and the command
+
+
+MODULE = """
+import torch
+from torch import nn
+
+def cross():
+    torch.manual_seed(0)
+    layer = nn.MultiheadAttention(8, 2, kdim=6, vdim=6, batch_first=True).eval()
+    x, y = torch.randn(2, 6, 8), torch.randn(2, 4, 6)
+    return layer, (x, y, y)
+
+def several():
+    layer, given = cross()
+    return {"unet": layer}, lambda: [layer(*given) for _ in range(3)]
+
+def nothing():
+    return nn.Linear(2, 2), torch.zeros(1, 2)
+
+def wrong():
+    return 3
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "made_for_probing.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "made_for_probing", raising=False)
+    return "made_for_probing"
+
+
+def test_command_writes_the_record_and_a_page_that_stands_alone(module: str, capsys: pytest.CaptureFixture) -> None:
+    options = ["--branches", "uncond", "cond", "--references", "0", "0", "1", "1", "--grid", "2", "3", "--out", "here"]
+    assert main(["probe", "--module", f"{module}:cross", *options]) == 0
+    result = ProbeResult.from_json(Path("here/result.json").read_text(encoding="utf-8"))
+    assert {h.branch for h in result.heads} == {"cond"} and len(result.layers[0].maps) == 2
+    page = Path("here/report.html").read_text(encoding="utf-8")
+    assert len(page.encode()) <= 6e6 and page == render_probe(result)
+    text = re.sub(r"<script>.*?</script>", "", page, flags=re.S)  # plotly.js names addresses that it never loads
+    assert not re.search(r"""(src|href)=["']?https?:""", text)
+    plots = json.loads(re.search(r'id="plots">(.*?)</script>', page, flags=re.S)[1])  # type: ignore[index]
+    drawn = [p["data"][0]["z"] for p in plots if p["data"][0]["type"] == "heatmap"]
+    assert [len(z) for z in drawn] == [2, 2] and np.allclose(np.add(*drawn), 1.0, atol=1e-4)
+    assert "wrote here/report.html" in capsys.readouterr().out.replace("\n", "")
+    assert main(["probe", "--module", f"{module}:several", "--out", "steps", "--json"]) == 0
+    printed = ProbeResult.from_json(capsys.readouterr().out)
+    assert {(h.layer, h.step) for h in printed.heads} == {("unet", s) for s in range(3)}
+
+
+@pytest.mark.parametrize(
+    ("name", "match"),
+    [("nothing", "captured 0 in Linear"), ("wrong", "expected the function to return"), ("absent", "has no absent")],
+)
+def test_command_fails_in_one_line(module: str, name: str, match: str, capsys: pytest.CaptureFixture) -> None:
+    assert main(["probe", "--module", f"{module}:{name}"]) == 2
+    said = capsys.readouterr().err
+    assert match in said and said.count("\n") == 1 and not Path("probe").exists()
+
+
+def test_page_shows_names_as_text_and_refuses_other_records(tmp_path: Path) -> None:
+    k = torch.eye(4)[None, None]
+    with record(Sdpa(), references=(0, 0, 1, 1), names=("<script>x", "b"), grid=(2, 2)) as recorder:
+        recorder.add(Call("<img src=x>", k, k, k))
+    result = recorder.compare()
+    page = write_probe_report(result, tmp_path / "a.html").read_text(encoding="utf-8")
+    assert "<img src=x>" not in page and "<script>x" not in page and "&lt;img src=x&gt;" in page
+    with pytest.raises(TypeError, match="ProbeResult"):
+        render_probe(3)  # type: ignore[arg-type]

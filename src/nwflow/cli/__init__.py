@@ -1,4 +1,4 @@
-"""The command line: ``nwflow sample``, ``describe``, ``diagnose`` and ``demo``; the only module that knows all others.
+"""The command line: ``nwflow sample``, ``describe``, ``diagnose``, ``probe``, ``demo``; it knows all others.
 
 Exit codes: 0, 2 for what the caller can put right (one line on standard error), 130 after Ctrl-C. Fields run from noise
 at t = 0 to data at t = 1.
@@ -22,7 +22,7 @@ from rich.console import Console
 from tyro.conf import OmitArgPrefixes, subcommand
 
 import nwflow
-from nwflow.cli import demo, describe, diagnose, sample
+from nwflow.cli import demo, describe, diagnose, probe, sample
 
 __all__ = ["main"]
 
@@ -82,6 +82,7 @@ def _parse(argv: Sequence[str]) -> Any:
         Annotated[sample.Sample, subcommand("sample", description=sample.EXAMPLES)]
         | Annotated[describe.Describe, subcommand("describe", description=describe.EXAMPLES)]
         | Annotated[diagnose.Diagnose, subcommand("diagnose", description=diagnose.EXAMPLES)]
+        | Annotated[probe.Probe, subcommand("probe", description=probe.EXAMPLES)]
         | Annotated[demo.Demo, subcommand("demo", description=demo.EXAMPLES)]
     )
     try:
@@ -106,7 +107,7 @@ def _parse_error(box: str, argv: Sequence[str]) -> str:
     first = re.sub(r"^Error parsing (\S+): ", r"\1: ", first)
     if near := re.search(r"Perhaps you meant: (?:-\w \S+, )?(--[\w-]+)", " ".join(lines)):
         first += f"; did you mean {near[1]}?"
-    command = next((a for a in argv[:1] if a in ("sample", "describe", "diagnose", "demo")), "")
+    command = next((a for a in argv[:1] if a in ("sample", "describe", "diagnose", "probe", "demo")), "")
     return f"{first[:1].lower()}{first[1:]} (see nwflow {command + ' ' if command else ''}--help)"
 
 

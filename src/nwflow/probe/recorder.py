@@ -152,7 +152,8 @@ class Recorder:
         self._active = True
         try:
             for name, module in self.modules.values():
-                if not is_leaf(module) and not isinstance(module, torch.jit.ScriptModule):
+                root = any(module is r for r in self.roots.values())
+                if (root or not is_leaf(module)) and not isinstance(module, torch.jit.ScriptModule):
                     self._wrap(name, module)
             self._mode.__enter__()
         except BaseException:

@@ -1,4 +1,4 @@
-"""Diagnoses as HTML: one file that needs no network, no server and no other file.
+"""Diagnoses and probes as HTML: one file that needs no network, no server and no other file.
 
 >>> import nwflow.report
 >>> nwflow.report.write_report(None, "report.html")
@@ -12,9 +12,11 @@ from pathlib import Path
 
 from nwflow.data.save import replace
 from nwflow.diagnose.result import Diagnosis
+from nwflow.probe.result import ProbeResult
 from nwflow.report import _page
+from nwflow.report._probe import probe_page
 
-__all__ = ["render", "render_comparison", "write_comparison", "write_report"]
+__all__ = ["render", "render_comparison", "render_probe", "write_comparison", "write_probe_report", "write_report"]
 
 
 def render(diagnosis: Diagnosis) -> str:
@@ -48,6 +50,22 @@ def write_report(diagnosis: Diagnosis, path: str | Path, force: bool = False) ->
 def write_comparison(a: Diagnosis, b: Diagnosis, path: str | Path, force: bool = False) -> Path:
     """Write :func:`render_comparison` to ``path`` as :func:`write_report` does."""
     return _write(render_comparison(a, b), path, force)
+
+
+def render_probe(result: ProbeResult) -> str:
+    """A probe as one self-contained HTML page.
+
+    Raises:
+        TypeError: not a :class:`~nwflow.probe.ProbeResult`.
+    """
+    if not isinstance(result, ProbeResult):
+        raise TypeError(f"result: expected a ProbeResult, got {type(result).__name__}")
+    return probe_page(ProbeResult.from_dict(result.to_dict()))
+
+
+def write_probe_report(result: ProbeResult, path: str | Path, force: bool = False) -> Path:
+    """Write :func:`render_probe` to ``path`` as :func:`write_report` does."""
+    return _write(render_probe(result), path, force)
 
 
 def _write(html: str, path: str | Path, force: bool) -> Path:
