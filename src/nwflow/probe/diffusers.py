@@ -1,0 +1,357 @@
+"""What IP-Adapters of diffusers attend to, recorded by hooks alone: no processor is replaced, no output changes.
+
+Text and image tokens are smoothed apart and added, out = text + strength * softmax(q k^T / sqrt d) v over the image's
+tokens (Ye et al. 2023, arXiv 2308.06721). Every number in the second term leaves a module, so forward hooks on the
+projections (``to_q``, ``to_k_ip``, ``to_v_ip``, and the norms of Flux and SD3) see it, whichever kernel multiplies it.
+The hooks on projections live for one call of their layer and are looked up anew in each, so loading, unloading and
+setting of processors, scales, offloading and slicing go on as without them. What ``torch.compile`` compiled runs
+eagerly meanwhile: the numbers of an uncompiled run.
+
+Times are the scheduler's: alpha and sigma belong to the timestep that the model was called with
+(:func:`nwflow.paths.from_diffusers`; t = 0 noise, t = 1 data).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import inspect
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from nwflow.paths import from_diffusers
+from nwflow.probe.capture import Capture
+from nwflow.probe.families import Family, Running, family_of
+
+__all__ = ["AdapterProbe", "record_adapter"]
+
+Half = Literal["cond", "uncond", "both"]
+
+
+@contextlib.contextmanager
+def record_adapter(
+    pipeline: Any,
+    *,
+    layers: str | Iterable[str] = "*",
+    steps: Iterable[int] | None = None,
+    half: Half = "cond",
+    guided: bool | None = None,
+    scheduler: Any = None,
+    sink: Callable[[Capture], None] | None = None,
+) -> Iterator[AdapterProbe]:
+    """Record the image attention of everything that runs inside ``with``; outputs are those without it, bit for bit.
+
+    Args:
+        pipeline: a diffusers pipeline with an IP-Adapter loaded, or its UNet or transformer alone.
+        layers: names of attention layers to keep, as globs; "*" for all.
+        steps: denoising steps to keep, counted from 0; None for all.
+        half: with classifier-free guidance rows are [uncond, cond]: which of them to keep, never their average.
+        guided: whether rows are such halves; None asks the pipeline (a model alone: no).
+        scheduler: for alpha and sigma; the pipeline's when None.
+        sink: called with every :class:`~nwflow.probe.capture.Capture`; when None they are kept in ``.captures``.
+
+    Raises:
+        ValueError: no IP-Adapter is loaded, ``layers`` match none, or, on leaving, nothing was captured; the message
+            says what was found.
+
+    Warns:
+        UserWarning: layers that had an adapter at the beginning and were never captured.
+
+    Example::
+
+        with record_adapter(pipeline) as probe:
+            pipeline(prompt, ip_adapter_image=image)
+        probe.captures[0].weights()  # (rows, heads, queries, tokens)
+    """
+    probe = AdapterProbe(pipeline, layers, steps, half, guided, scheduler, sink)
+    with probe.running():
+        yield probe
+    probe.check_complete()
+
+
+class AdapterProbe:
+    """What :func:`record_adapter` hands over; ``captures`` fill while the model runs."""
+
+    def __init__(
+        self,
+        pipeline: Any,
+        layers: str | Iterable[str] = "*",
+        steps: Iterable[int] | None = None,
+        half: Half = "cond",
+        guided: bool | None = None,
+        scheduler: Any = None,
+        sink: Callable[[Capture], None] | None = None,
+    ) -> None:
+        if half not in ("cond", "uncond", "both"):
+            raise ValueError(f'half: expected "cond", "uncond" or "both", got {half!r}')
+        self.pipeline, self.half, self.guided = pipeline, half, guided
+        self.model = find_model(pipeline)
+        self.globs = [layers] if isinstance(layers, str) else list(layers)
+        self.steps = None if steps is None else frozenset(steps)
+        self.scheduler = getattr(pipeline, "scheduler", None) if scheduler is None else scheduler
+        self.captures: list[Capture] = []
+        self.sink = self.captures.append if sink is None else sink
+        self.count, self.model_calls, self.step = 0, 0, -1
+        self.captured: Counter[str] = Counter()
+        self.switched_off: Counter[str] = Counter()
+        self.notes: dict[str, None] = {}  # in order, each once
+        self.expected = [name for name, _ in self._adapted() if self._wanted(name)]
+        self._check_found()
+        self._handles: list[Any] = []
+        self._open: list[Running | None] = []
+        self._grids: dict[str, tuple[int, int]] = {}
+        self._inputs: dict[str, Any] = {}
+        self._timestep: float | None = None
+        self._at: dict[str, float | None] = {}
+        self._second = False
+
+    # --------------------------------------------------------------------------------------------- hooks on and off
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Hooks are in place inside; compiled parts run eagerly, because compiled code calls no new hooks."""
+        eager = getattr(torch.compiler, "set_stance", None)
+        if eager is None and _compiled(self.pipeline, self.model):
+            raise ValueError(
+                "pipeline: a compiled model can be recorded from PyTorch 2.6 on; record the uncompiled one"
+            )
+        try:
+            self._attach()
+            with contextlib.nullcontext() if eager is None else eager("force_eager"):
+                yield
+        finally:
+            for call in self._open:
+                if call is not None:
+                    call.close()
+            self._open.clear()
+            for handle in self._handles:
+                handle.remove()
+            self._handles.clear()
+
+    def _attach(self) -> None:
+        add = self._handles.append
+        add(self.model.register_forward_pre_hook(self._on_model, with_kwargs=True))
+        for name, module in self.model.named_modules():
+            if hasattr(module, "transformer_blocks") and module is not self.model:
+                add(module.register_forward_pre_hook(self._on_grid(name), with_kwargs=True))
+            if hasattr(module, "processor") and self._wanted(name):
+                add(module.register_forward_pre_hook(self._on_enter(name), with_kwargs=True))
+                add(module.register_forward_hook(self._on_leave, with_kwargs=True, always_call=True))
+
+    def _on_model(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        self._inputs = bound = _bind(module, args, kwargs)
+        timestep = _one(bound.get("timestep"))
+        if timestep is not None and type(module).__name__.startswith("Flux"):  # these models take sigma
+            timestep = timestep * self._train_timesteps()
+        # Pipelines without halves in one batch (Flux) call the model twice at one timestep: cond, then uncond.
+        again = self._halves_in_turn() and self.model_calls > 0 and timestep == self._timestep and not self._second
+        self._second, self._timestep, self._at = again, timestep, self._place(timestep)
+        self.model_calls += 1
+        self.step += not again
+
+    def _on_grid(self, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+            x = args[0] if args else kwargs.get("hidden_states")
+            if isinstance(x, Tensor) and x.ndim == 4:
+                self._grids[name] = (x.shape[-2], x.shape[-1])
+
+        return hook
+
+    def _on_enter(self, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+            family = family_of(module.processor)
+            keep = family is not None and (self.steps is None or self.step in self.steps)
+            self._open.append(Running(name, module, family, args, kwargs) if family is not None and keep else None)
+
+        return hook
+
+    def _on_leave(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        if not self._open:  # entered before the hooks were there
+            return
+        call = self._open.pop()
+        if call is None:
+            return
+        call.close()
+        if output is not None:
+            self._emit(call)
+
+    # ---------------------------------------------------------------------------------------------------- one call
+
+    def _emit(self, call: Running) -> None:
+        found = list(call.family.terms(call))
+        if not found:
+            self.switched_off[call.name] += 1
+            return
+        branches = self._branches(call.rows)
+        kept = branches if self.half == "both" else tuple(b for b in branches if b == self.half)
+        if not kept:
+            return
+        each = call.rows // len(branches)
+        rows = (
+            slice(None)
+            if kept == branches
+            else slice(branches.index(kept[0]) * each, (branches.index(kept[0]) + 1) * each)
+        )
+        for term in found:
+            q, k, v = (u.detach()[rows] for u in (term.q, term.k, term.v))
+            image = f", image {term.references[0]}" if term.semantics == "separate" else ""
+            capture = Capture(
+                layer=call.name,
+                q=q,
+                k=k,
+                v=v,
+                kind=type(call.processor).__name__,
+                part=f"adapter {term.adapter}{image}",
+                scale=term.scale,
+                output_scale=term.strength,
+                references=term.references,
+                grid=self._grid(call, q.shape[-2]),
+                branches=kept,
+                step=self.step,
+                adapter=term.adapter,
+                strength=term.strength,
+                semantics=term.semantics,
+                region=None if term.region is None else term.region.detach()[rows],
+                **self._at,
+            )
+            self.count += 1
+            self.captured[call.name] += 1
+            self.sink(capture)
+
+    def _branches(self, rows: int) -> tuple[str, ...]:
+        if self._halves_in_turn():
+            return ("uncond" if self._second else "cond",)
+        guided = self.guided
+        if guided is None:
+            guided = bool(getattr(self.pipeline, "do_classifier_free_guidance", False))
+        if not guided:
+            return ("cond",)
+        parts = 3 if getattr(self.pipeline, "do_perturbed_attention_guidance", False) else 2
+        if rows % parts:
+            raise ValueError(f"guided: expected a batch of {parts} equal parts, [uncond, cond], got {rows} rows")
+        return ("uncond", "cond", "perturbed")[:parts]
+
+    def _halves_in_turn(self) -> bool:
+        is_pipeline = self.pipeline is not self.model and hasattr(self.pipeline, "scheduler")
+        return is_pipeline and self.guided is None and not hasattr(self.pipeline, "do_classifier_free_guidance")
+
+    def _place(self, timestep: float | None) -> dict[str, float | None]:
+        """The scheduler's timestep, t, alpha and sigma; None where unknown or where rows differ."""
+        place: dict[str, float | None] = {"time": timestep, "t": None, "alpha": None, "sigma": None}
+        if timestep is None or self.scheduler is None:
+            return place
+        try:
+            path = from_diffusers(self.scheduler)
+            t = float(path.time_of_timestep(timestep))
+            if -1e-6 < t < 1 + 1e-6:  # the rounding of a float32 timestep
+                t = min(max(t, 0.0), 1.0)
+            at = path(t)
+        except (TypeError, ValueError) as error:  # a run must not end because its scheduler has no Gaussian path
+            self.notes[f"no alpha and sigma: {type(self.scheduler).__name__}: {error}"] = None
+            return place
+        return place | {"t": t, "alpha": float(at.alpha), "sigma": float(at.sigma)}
+
+    def _train_timesteps(self) -> int:
+        return int(getattr(getattr(self.scheduler, "config", None), "num_train_timesteps", 1000))
+
+    def _grid(self, call: Running, n: int) -> tuple[int, int] | None:
+        """Rows and columns of the n queries, where the model says; None where it does not or they are no grid."""
+        grid = call.grid or next((g for name, g in self._grids.items() if call.name.startswith(f"{name}.")), None)
+        grid = grid or call.family.grid(self.model, self._inputs)
+        return grid if grid is not None and grid[0] * grid[1] == n else None
+
+    # ------------------------------------------------------------------------------------------- what is there
+
+    def _adapted(self) -> Iterator[tuple[str, Family]]:
+        for name, module in self.model.named_modules():
+            family = family_of(getattr(module, "processor", None))
+            if family is not None:
+                yield name, family
+
+    def _wanted(self, name: str) -> bool:
+        return any(fnmatch.fnmatchcase(name, glob) for glob in self.globs)
+
+    def _check_found(self) -> None:
+        if self.expected:
+            return
+        adapted = [name for name, _ in self._adapted()]
+        if adapted:
+            raise ValueError(f"layers: {self.globs} match none of the {len(adapted)} adapted layers: {_some(adapted)}")
+        raise ValueError(f"pipeline: expected a loaded IP-Adapter, found {_processors(self.model)}")
+
+    def check_complete(self) -> None:
+        """Raise if nothing was captured, saying what was found; warn of layers that never were."""
+        now = [name for name, _ in self._adapted()]
+        if not self.count:
+            if not self.model_calls:
+                reason = "the model was never called"
+            elif self.steps is not None and not self.steps & set(range(self.step + 1)):
+                reason = f"steps {sorted(self.steps)} were asked for and there were {self.step + 1}"
+            elif self.switched_off:
+                reason = "in every call the adapter was off: its scale is 0, or no image was given"
+            elif not now:
+                reason = "the adapter's processors were replaced or unloaded while recording"
+            else:
+                reason = f'no rows of the half "{self.half}", or the adapted layers were never called'
+            raise ValueError(
+                f"recorded 0 captures in {self.model_calls} model calls: {reason}. IP-Adapter processors: "
+                f"{len(self.expected)} expected, {len(now)} found now ({_processors(self.model)})"
+            )
+        missing = [name for name in self.expected if not self.captured[name] and not self.switched_off[name]]
+        for note in self.notes:
+            warnings.warn(note, stacklevel=4)
+        if missing:
+            warnings.warn(
+                f"{len(missing)} of {len(self.expected)} adapted layers were never captured: {_some(missing)}; "
+                f"processors now: {_processors(self.model)}",
+                stacklevel=4,
+            )
+
+
+def find_model(pipeline: Any) -> nn.Module:
+    """The UNet or transformer of a pipeline, not its compiled wrapper; a module is its own model."""
+    found = next((m for m in (getattr(pipeline, n, None) for n in ("unet", "transformer")) if m is not None), pipeline)
+    found = getattr(found, "_orig_mod", found)
+    if not isinstance(found, nn.Module):
+        raise TypeError(
+            "pipeline: expected a diffusers pipeline with a unet or transformer, or such a model, "
+            f"got {type(pipeline).__name__}"
+        )
+    return found
+
+
+def _bind(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return dict(inspect.signature(type(module).forward).bind_partial(module, *args, **kwargs).arguments)
+    except TypeError:  # the call itself will fail and say so
+        return dict(kwargs)
+
+
+def _one(timestep: Any) -> float | None:
+    """The timestep of all rows; None where they differ."""
+    if timestep is None:
+        return None
+    values = timestep.detach().flatten().tolist() if isinstance(timestep, Tensor) else [float(timestep)]
+    return float(values[0]) if len(set(values)) == 1 else None
+
+
+def _compiled(pipeline: Any, model: nn.Module) -> bool:
+    outer = getattr(pipeline, "unet", None) or getattr(pipeline, "transformer", None)
+    parts = [
+        m for m in model.modules() if getattr(m, "_compiled_call_impl", None) is not None or hasattr(m, "_orig_mod")
+    ]
+    return bool(parts) or hasattr(outer, "_orig_mod")
+
+
+def _processors(model: nn.Module) -> str:
+    found = Counter(type(m.processor).__name__ for m in model.modules() if hasattr(m, "processor"))
+    return ", ".join(f"{n} {name}" for name, n in found.most_common()) or "no attention layer with a processor"
+
+
+def _some(names: list[str], shown: int = 4) -> str:
+    return ", ".join(names[:shown]) + (f" and {len(names) - shown} more" if len(names) > shown else "")
