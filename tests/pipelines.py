@@ -61,17 +61,19 @@ def unet(sdxl: bool = False) -> UNet2DConditionModel:
         "addition_embed_type": "text_time", "addition_time_embed_dim": 8, "transformer_layers_per_block": (1, 2),
         "projection_class_embeddings_input_dim": 8 * 6 + CROSS, "use_linear_projection": True,
     }  # fmt: skip
+    down, up = ("CrossAttnDownBlock2D", "DownBlock2D"), ("UpBlock2D", "CrossAttnUpBlock2D")
     model = UNet2DConditionModel(
         sample_size=8, in_channels=4, out_channels=4, layers_per_block=1, block_out_channels=(8, 16), norm_num_groups=4,
-        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D") if not sdxl else ("DownBlock2D", "CrossAttnDownBlock2D"),
-        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D") if not sdxl else ("CrossAttnUpBlock2D", "UpBlock2D"),
+        down_block_types=down if not sdxl else down[::-1], up_block_types=up if not sdxl else up[::-1],
         cross_attention_dim=CROSS, attention_head_dim=2, **(extra if sdxl else {}),
     )  # fmt: skip
     return model.eval()
 
 
 def unet_pipeline(sdxl: bool = False, encoder: bool = True) -> Any:
-    scheduler = DDIMScheduler(beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.012, clip_sample=False, steps_offset=1)
+    scheduler = DDIMScheduler(
+        beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.012, clip_sample=False, steps_offset=1
+    )
     parts = {
         "vae": vae(), "text_encoder": None, "tokenizer": None, "unet": unet(sdxl), "scheduler": scheduler,
         "image_encoder": image_encoder() if encoder else None,
@@ -161,7 +163,7 @@ def run(pipe: Any, embeds: list[Tensor] | None = None, steps: int = 2, guidance:
 
 
 def image_embeds(images: int, width: int = CLIP, seed: int = 9) -> Tensor:
-    """[uncond, cond] embeddings of some images: ``(2, images, width)``; the first half is zero, as pipelines make it."""
+    """[uncond, cond] embeddings of some images: ``(2, images, width)``; the first half is zero, as in pipelines."""
     cond = draws(seed)(1, images, width)
     return torch.cat([torch.zeros_like(cond), cond])
 
@@ -175,7 +177,8 @@ def flux_pipeline() -> Any:
     torch.manual_seed(11)
     model = FluxTransformer2DModel(
         patch_size=1, in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=FLUX_DIM,
-        num_attention_heads=FLUX_HEADS, joint_attention_dim=FLUX_JOINT, pooled_projection_dim=8, axes_dims_rope=(4, 4, 8),
+        num_attention_heads=FLUX_HEADS, joint_attention_dim=FLUX_JOINT, pooled_projection_dim=8,
+        axes_dims_rope=(4, 4, 8),
     ).eval()  # fmt: skip
     pipe = FluxPipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(), vae=None, text_encoder=None, tokenizer=None, text_encoder_2=None,
@@ -216,8 +219,8 @@ def sd3_pipeline() -> Any:
     torch.manual_seed(21)
     model = SD3Transformer2DModel(
         sample_size=8, patch_size=2, in_channels=4, num_layers=2, attention_head_dim=8, num_attention_heads=2,
-        joint_attention_dim=32, caption_projection_dim=16, pooled_projection_dim=16, out_channels=4, pos_embed_max_size=8,
-        qk_norm="rms_norm",
+        joint_attention_dim=32, caption_projection_dim=16, pooled_projection_dim=16, out_channels=4,
+        pos_embed_max_size=8, qk_norm="rms_norm",
     ).eval()  # fmt: skip
     pipe = StableDiffusion3Pipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0), vae=None, text_encoder=None, tokenizer=None,

@@ -31,6 +31,7 @@ from nwflow.probe.families import Family, Running, family_of
 __all__ = ["AdapterProbe", "record_adapter"]
 
 Half = Literal["cond", "uncond", "both"]
+Place = tuple[float | None, float | None, float | None, float | None]  # the scheduler's timestep, t, alpha, sigma
 
 
 @contextlib.contextmanager
@@ -42,6 +43,7 @@ def record_adapter(
     half: Half = "cond",
     guided: bool | None = None,
     scheduler: Any = None,
+    check: bool = True,
     sink: Callable[[Capture], None] | None = None,
 ) -> Iterator[AdapterProbe]:
     """Record the image attention of everything that runs inside ``with``; outputs are those without it, bit for bit.
@@ -53,11 +55,12 @@ def record_adapter(
         half: with classifier-free guidance rows are [uncond, cond]: which of them to keep, never their average.
         guided: whether rows are such halves; None asks the pipeline (a model alone: no).
         scheduler: for alpha and sigma; the pipeline's when None.
+        check: recompute the output of the first call of every layer from what was captured and compare.
         sink: called with every :class:`~nwflow.probe.capture.Capture`; when None they are kept in ``.captures``.
 
     Raises:
-        ValueError: no IP-Adapter is loaded, ``layers`` match none, or, on leaving, nothing was captured; the message
-            says what was found.
+        ValueError: no IP-Adapter is loaded, ``layers`` match none, or, on leaving, nothing was captured, or what was
+            captured does not reproduce the layer's output; the message says what was found.
 
     Warns:
         UserWarning: layers that had an adapter at the beginning and were never captured.
@@ -68,7 +71,7 @@ def record_adapter(
             pipeline(prompt, ip_adapter_image=image)
         probe.captures[0].weights()  # (rows, heads, queries, tokens)
     """
-    probe = AdapterProbe(pipeline, layers, steps, half, guided, scheduler, sink)
+    probe = AdapterProbe(pipeline, layers, steps, half, guided, scheduler, check, sink)
     with probe.running():
         yield probe
     probe.check_complete()
@@ -85,11 +88,12 @@ class AdapterProbe:
         half: Half = "cond",
         guided: bool | None = None,
         scheduler: Any = None,
+        check: bool = True,
         sink: Callable[[Capture], None] | None = None,
     ) -> None:
         if half not in ("cond", "uncond", "both"):
             raise ValueError(f'half: expected "cond", "uncond" or "both", got {half!r}')
-        self.pipeline, self.half, self.guided = pipeline, half, guided
+        self.pipeline, self.half, self.guided, self.check = pipeline, half, guided, check
         self.model = find_model(pipeline)
         self.globs = [layers] if isinstance(layers, str) else list(layers)
         self.steps = None if steps is None else frozenset(steps)
@@ -99,6 +103,7 @@ class AdapterProbe:
         self.count, self.model_calls, self.step = 0, 0, -1
         self.captured: Counter[str] = Counter()
         self.switched_off: Counter[str] = Counter()
+        self.errors: dict[str, float] = {}
         self.notes: dict[str, None] = {}  # in order, each once
         self.expected = [name for name, _ in self._adapted() if self._wanted(name)]
         self._check_found()
@@ -107,22 +112,15 @@ class AdapterProbe:
         self._grids: dict[str, tuple[int, int]] = {}
         self._inputs: dict[str, Any] = {}
         self._timestep: float | None = None
-        self._at: dict[str, float | None] = {}
+        self._at: Place = (None, None, None, None)
         self._second = False
-
-    # --------------------------------------------------------------------------------------------- hooks on and off
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Hooks are in place inside; compiled parts run eagerly, because compiled code calls no new hooks."""
-        eager = getattr(torch.compiler, "set_stance", None)
-        if eager is None and _compiled(self.pipeline, self.model):
-            raise ValueError(
-                "pipeline: a compiled model can be recorded from PyTorch 2.6 on; record the uncompiled one"
-            )
         try:
             self._attach()
-            with contextlib.nullcontext() if eager is None else eager("force_eager"):
+            with eager(self.model):
                 yield
         finally:
             for call in self._open:
@@ -165,8 +163,11 @@ class AdapterProbe:
     def _on_enter(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
             family = family_of(module.processor)
-            keep = family is not None and (self.steps is None or self.step in self.steps)
-            self._open.append(Running(name, module, family, args, kwargs) if family is not None and keep else None)
+            if family is None or (self.steps is not None and self.step not in self.steps):
+                self._open.append(None)
+                return
+            check = self.check and name not in self.errors
+            self._open.append(Running(name, module, family, args, kwargs, check))
 
         return hook
 
@@ -178,15 +179,15 @@ class AdapterProbe:
             return
         call.close()
         if output is not None:
-            self._emit(call)
+            self._emit(call, output)
 
-    # ---------------------------------------------------------------------------------------------------- one call
-
-    def _emit(self, call: Running) -> None:
+    def _emit(self, call: Running, output: Any) -> None:
         found = list(call.family.terms(call))
         if not found:
             self.switched_off[call.name] += 1
             return
+        if call.check:
+            self.errors[call.name] = call.error(found, output)
         branches = self._branches(call.rows)
         kept = branches if self.half == "both" else tuple(b for b in branches if b == self.half)
         if not kept:
@@ -217,7 +218,10 @@ class AdapterProbe:
                 strength=term.strength,
                 semantics=term.semantics,
                 region=None if term.region is None else term.region.detach()[rows],
-                **self._at,
+                time=self._at[0],
+                t=self._at[1],
+                alpha=self._at[2],
+                sigma=self._at[3],
             )
             self.count += 1
             self.captured[call.name] += 1
@@ -240,11 +244,9 @@ class AdapterProbe:
         is_pipeline = self.pipeline is not self.model and hasattr(self.pipeline, "scheduler")
         return is_pipeline and self.guided is None and not hasattr(self.pipeline, "do_classifier_free_guidance")
 
-    def _place(self, timestep: float | None) -> dict[str, float | None]:
-        """The scheduler's timestep, t, alpha and sigma; None where unknown or where rows differ."""
-        place: dict[str, float | None] = {"time": timestep, "t": None, "alpha": None, "sigma": None}
+    def _place(self, timestep: float | None) -> Place:
         if timestep is None or self.scheduler is None:
-            return place
+            return timestep, None, None, None
         try:
             path = from_diffusers(self.scheduler)
             t = float(path.time_of_timestep(timestep))
@@ -253,8 +255,14 @@ class AdapterProbe:
             at = path(t)
         except (TypeError, ValueError) as error:  # a run must not end because its scheduler has no Gaussian path
             self.notes[f"no alpha and sigma: {type(self.scheduler).__name__}: {error}"] = None
-            return place
-        return place | {"t": t, "alpha": float(at.alpha), "sigma": float(at.sigma)}
+            return timestep, None, None, None
+        return timestep, t, float(at.alpha), float(at.sigma)
+
+    @property
+    def _tolerance(self) -> float:
+        """Rounding of the model's dtype, over sums of some hundred terms."""
+        dtype = next((p.dtype for p in self.model.parameters() if p.is_floating_point()), torch.float32)
+        return 500.0 * torch.finfo(dtype).eps if dtype == torch.float32 else 8.0 * torch.finfo(dtype).eps ** 0.75
 
     def _train_timesteps(self) -> int:
         return int(getattr(getattr(self.scheduler, "config", None), "num_train_timesteps", 1000))
@@ -264,8 +272,6 @@ class AdapterProbe:
         grid = call.grid or next((g for name, g in self._grids.items() if call.name.startswith(f"{name}.")), None)
         grid = grid or call.family.grid(self.model, self._inputs)
         return grid if grid is not None and grid[0] * grid[1] == n else None
-
-    # ------------------------------------------------------------------------------------------- what is there
 
     def _adapted(self) -> Iterator[tuple[str, Family]]:
         for name, module in self.model.named_modules():
@@ -301,6 +307,13 @@ class AdapterProbe:
             raise ValueError(
                 f"recorded 0 captures in {self.model_calls} model calls: {reason}. IP-Adapter processors: "
                 f"{len(self.expected)} expected, {len(now)} found now ({_processors(self.model)})"
+            )
+        wrong = {name: error for name, error in self.errors.items() if not error <= self._tolerance}
+        if wrong:
+            name, error = max(wrong.items(), key=lambda pair: pair[1])
+            raise ValueError(
+                f"the captured queries, keys and values of {len(wrong)} layers do not give the layer's output: {name} "
+                f"differs by {error:.2g} of its largest value (check=False records anyway)"
             )
         missing = [name for name in self.expected if not self.captured[name] and not self.switched_off[name]]
         for note in self.notes:
@@ -340,12 +353,17 @@ def _one(timestep: Any) -> float | None:
     return float(values[0]) if len(set(values)) == 1 else None
 
 
-def _compiled(pipeline: Any, model: nn.Module) -> bool:
-    outer = getattr(pipeline, "unet", None) or getattr(pipeline, "transformer", None)
-    parts = [
-        m for m in model.modules() if getattr(m, "_compiled_call_impl", None) is not None or hasattr(m, "_orig_mod")
-    ]
-    return bool(parts) or hasattr(outer, "_orig_mod")
+@contextlib.contextmanager
+def eager(model: nn.Module) -> Iterator[None]:
+    """Compiled code runs as if it had not been compiled: it calls no hooks that are newer than itself."""
+    stance = getattr(torch.compiler, "set_stance", None)
+    if stance is None:
+        if any(getattr(m, "_compiled_call_impl", None) is not None for m in model.modules()):
+            raise ValueError("pipeline: a compiled model needs PyTorch 2.6 or later here, or the uncompiled model")
+        yield
+        return
+    with stance("force_eager"):
+        yield
 
 
 def _processors(model: nn.Module) -> str:
