@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
-import inspect
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -27,6 +27,9 @@ from torch import Tensor, nn
 from nwflow.paths import from_diffusers
 from nwflow.probe.capture import Capture
 from nwflow.probe.families import Family, Running, family_of
+from nwflow.probe.found import bound_arguments, eager, find_model, one_timestep, processors_of, shortened
+from nwflow.probe.recorder import Recorder, record
+from nwflow.probe.result import ProbeResult
 
 __all__ = ["AdapterProbe", "record_adapter"]
 
@@ -44,7 +47,9 @@ def record_adapter(
     guided: bool | None = None,
     scheduler: Any = None,
     check: bool = True,
-    sink: Callable[[Capture], None] | None = None,
+    keep: str = "tensors",
+    queries: int | str = "all",
+    **options: Any,
 ) -> Iterator[AdapterProbe]:
     """Record the image attention of everything that runs inside ``with``; outputs are those without it, bit for bit.
 
@@ -53,10 +58,12 @@ def record_adapter(
         layers: names of attention layers to keep, as globs; "*" for all.
         steps: denoising steps to keep, counted from 0; None for all.
         half: with classifier-free guidance rows are [uncond, cond]: which of them to keep, never their average.
-        guided: whether rows are such halves; None asks the pipeline (a model alone: no).
+        guided: whether rows are such halves; None asks the pipeline, which remembers its last call (a model alone: no).
         scheduler: for alpha and sigma; the pipeline's when None.
         check: recompute the output of the first call of every layer from what was captured and compare.
-        sink: called with every :class:`~nwflow.probe.capture.Capture`; when None they are kept in ``.captures``.
+        keep: "tensors" keeps the captures, within ``limit``; "statistics" their numbers alone, in flat memory.
+        queries: how many queries of a call to keep, "all" or "auto"; this, ``limit``, ``heads``, ``seed`` and ``draws``
+            are those of :func:`nwflow.probe.record`.
 
     Raises:
         ValueError: no IP-Adapter is loaded, ``layers`` match none, or, on leaving, nothing was captured, or what was
@@ -70,15 +77,19 @@ def record_adapter(
         with record_adapter(pipeline) as probe:
             pipeline(prompt, ip_adapter_image=image)
         probe.captures[0].weights()  # (rows, heads, queries, tokens)
+        result = probe.compare()  # every head against kernel smoothing
     """
-    probe = AdapterProbe(pipeline, layers, steps, half, guided, scheduler, check, sink)
+    globs = [layers] if isinstance(layers, str) else list(layers)
+    recorder = record(find_model(pipeline), globs, keep=keep, queries=queries, **options)
+    probe = AdapterProbe(pipeline, globs, steps, half, guided, scheduler, check, recorder)
     with probe.running():
         yield probe
     probe.check_complete()
 
 
 class AdapterProbe:
-    """What :func:`record_adapter` hands over; ``captures`` fill while the model runs."""
+    """What :func:`record_adapter` hands over. ``errors``: of each layer's first call, by how much of its largest value
+    the layer's output differs from what the captures give; ``notes``: what a reader must know."""
 
     def __init__(
         self,
@@ -89,7 +100,7 @@ class AdapterProbe:
         guided: bool | None = None,
         scheduler: Any = None,
         check: bool = True,
-        sink: Callable[[Capture], None] | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         if half not in ("cond", "uncond", "both"):
             raise ValueError(f'half: expected "cond", "uncond" or "both", got {half!r}')
@@ -98,13 +109,13 @@ class AdapterProbe:
         self.globs = [layers] if isinstance(layers, str) else list(layers)
         self.steps = None if steps is None else frozenset(steps)
         self.scheduler = getattr(pipeline, "scheduler", None) if scheduler is None else scheduler
-        self.captures: list[Capture] = []
-        self.sink = self.captures.append if sink is None else sink
+        self.recorder = recorder
         self.count, self.model_calls, self.step = 0, 0, -1
         self.captured: Counter[str] = Counter()
         self.switched_off: Counter[str] = Counter()
         self.errors: dict[str, float] = {}
         self.notes: dict[str, None] = {}  # in order, each once
+        self.failures: dict[str, None] = {}
         self.expected = [name for name, _ in self._adapted() if self._wanted(name)]
         self._check_found()
         self._handles: list[Any] = []
@@ -114,6 +125,21 @@ class AdapterProbe:
         self._timestep: float | None = None
         self._at: Place = (None, None, None, None)
         self._second = False
+
+    @property
+    def captures(self) -> tuple[Capture, ...]:
+        """What is kept as tensors, in the order of the run."""
+        calls = () if self.recorder is None else self.recorder.calls
+        return tuple(c for c in calls if isinstance(c, Capture))
+
+    def compare(self, branch: str | None = None) -> ProbeResult:
+        """Every head against kernel smoothing, as :meth:`nwflow.probe.Recorder.compare`; of the last half when None."""
+        self._check_captured()
+        assert self.recorder is not None
+        result = self.recorder.compare(branch)
+        return replace(
+            result, notes=(*self.notes, *result.notes), found=result.found | {"model calls": self.model_calls}
+        )
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -142,8 +168,8 @@ class AdapterProbe:
                 add(module.register_forward_hook(self._on_leave, with_kwargs=True, always_call=True))
 
     def _on_model(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        self._inputs = bound = _bind(module, args, kwargs)
-        timestep = _one(bound.get("timestep"))
+        self._inputs = bound = bound_arguments(module, args, kwargs)
+        timestep = one_timestep(bound.get("timestep"))
         if timestep is not None and type(module).__name__.startswith("Flux"):  # these models take sigma
             timestep = timestep * self._train_timesteps()
         # Pipelines without halves in one batch (Flux) call the model twice at one timestep: cond, then uncond.
@@ -211,6 +237,7 @@ class AdapterProbe:
                 scale=term.scale,
                 output_scale=term.strength,
                 references=term.references,
+                names=tuple(f"image {i}" for i in range(max(term.references) + 1)),
                 grid=self._grid(call, q.shape[-2]),
                 branches=kept,
                 step=self.step,
@@ -225,7 +252,22 @@ class AdapterProbe:
             )
             self.count += 1
             self.captured[call.name] += 1
-            self.sink(capture)
+            self._note_semantics(capture)
+            if self.recorder is not None:
+                self.recorder.step = self.step
+                self.recorder.add(capture)
+
+    def _note_semantics(self, c: Capture) -> None:
+        """How several references enter: never averaged, and whether they share a softmax."""
+        assert c.references is not None
+        images = len({r for r in c.references if r >= 0})
+        if c.semantics == "separate":
+            note = "With masks each image has its own softmax and the results are added, each in its region."
+        elif c.semantics == "with_own":
+            note = "References share a softmax with the image's own tokens: their mass is below 1."
+        else:
+            note = f"Images of an adapter that share one softmax, concatenated and not averaged: {images}."
+        self.notes[note] = None
 
     def _branches(self, rows: int) -> tuple[str, ...]:
         if self._halves_in_turn():
@@ -237,7 +279,10 @@ class AdapterProbe:
             return ("cond",)
         parts = 3 if getattr(self.pipeline, "do_perturbed_attention_guidance", False) else 2
         if rows % parts:
-            raise ValueError(f"guided: expected a batch of {parts} equal parts, [uncond, cond], got {rows} rows")
+            raise ValueError(
+                f"guided: expected a batch of {parts} equal parts, [uncond, cond], got {rows} rows; "
+                "guided=False when the model is called by itself"
+            )
         return ("uncond", "cond", "perturbed")[:parts]
 
     def _halves_in_turn(self) -> bool:
@@ -254,7 +299,7 @@ class AdapterProbe:
                 t = min(max(t, 0.0), 1.0)
             at = path(t)
         except (TypeError, ValueError) as error:  # a run must not end because its scheduler has no Gaussian path
-            self.notes[f"no alpha and sigma: {type(self.scheduler).__name__}: {error}"] = None
+            self.failures[f"no alpha and sigma: {type(self.scheduler).__name__}: {error}"] = None
             return timestep, None, None, None
         return timestep, t, float(at.alpha), float(at.sigma)
 
@@ -287,11 +332,13 @@ class AdapterProbe:
             return
         adapted = [name for name, _ in self._adapted()]
         if adapted:
-            raise ValueError(f"layers: {self.globs} match none of the {len(adapted)} adapted layers: {_some(adapted)}")
-        raise ValueError(f"pipeline: expected a loaded IP-Adapter, found {_processors(self.model)}")
+            raise ValueError(
+                f"layers: {self.globs} match none of the {len(adapted)} adapted layers: {shortened(adapted)}"
+            )
+        raise ValueError(f"pipeline: expected a loaded IP-Adapter, found {processors_of(self.model)}")
 
-    def check_complete(self) -> None:
-        """Raise if nothing was captured, saying what was found; warn of layers that never were."""
+    def _check_captured(self) -> None:
+        """Raise if nothing was captured, saying what was found."""
         now = [name for name, _ in self._adapted()]
         if not self.count:
             if not self.model_calls:
@@ -306,8 +353,12 @@ class AdapterProbe:
                 reason = f'no rows of the half "{self.half}", or the adapted layers were never called'
             raise ValueError(
                 f"recorded 0 captures in {self.model_calls} model calls: {reason}. IP-Adapter processors: "
-                f"{len(self.expected)} expected, {len(now)} found now ({_processors(self.model)})"
+                f"{len(self.expected)} expected, {len(now)} found now ({processors_of(self.model)})"
             )
+
+    def check_complete(self) -> None:
+        """Raise if nothing was captured or it is not what the layers computed; warn of layers that never were."""
+        self._check_captured()
         wrong = {name: error for name, error in self.errors.items() if not error <= self._tolerance}
         if wrong:
             name, error = max(wrong.items(), key=lambda pair: pair[1])
@@ -316,60 +367,12 @@ class AdapterProbe:
                 f"differs by {error:.2g} of its largest value (check=False records anyway)"
             )
         missing = [name for name in self.expected if not self.captured[name] and not self.switched_off[name]]
-        for note in self.notes:
-            warnings.warn(note, stacklevel=4)
+        self.notes |= self.failures
+        for failure in self.failures:
+            warnings.warn(failure, stacklevel=4)
         if missing:
             warnings.warn(
-                f"{len(missing)} of {len(self.expected)} adapted layers were never captured: {_some(missing)}; "
-                f"processors now: {_processors(self.model)}",
+                f"{len(missing)} of {len(self.expected)} adapted layers were never captured: {shortened(missing)}; "
+                f"processors now: {processors_of(self.model)}",
                 stacklevel=4,
             )
-
-
-def find_model(pipeline: Any) -> nn.Module:
-    """The UNet or transformer of a pipeline, not its compiled wrapper; a module is its own model."""
-    found = next((m for m in (getattr(pipeline, n, None) for n in ("unet", "transformer")) if m is not None), pipeline)
-    found = getattr(found, "_orig_mod", found)
-    if not isinstance(found, nn.Module):
-        raise TypeError(
-            "pipeline: expected a diffusers pipeline with a unet or transformer, or such a model, "
-            f"got {type(pipeline).__name__}"
-        )
-    return found
-
-
-def _bind(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    try:
-        return dict(inspect.signature(type(module).forward).bind_partial(module, *args, **kwargs).arguments)
-    except TypeError:  # the call itself will fail and say so
-        return dict(kwargs)
-
-
-def _one(timestep: Any) -> float | None:
-    """The timestep of all rows; None where they differ."""
-    if timestep is None:
-        return None
-    values = timestep.detach().flatten().tolist() if isinstance(timestep, Tensor) else [float(timestep)]
-    return float(values[0]) if len(set(values)) == 1 else None
-
-
-@contextlib.contextmanager
-def eager(model: nn.Module) -> Iterator[None]:
-    """Compiled code runs as if it had not been compiled: it calls no hooks that are newer than itself."""
-    stance = getattr(torch.compiler, "set_stance", None)
-    if stance is None:
-        if any(getattr(m, "_compiled_call_impl", None) is not None for m in model.modules()):
-            raise ValueError("pipeline: a compiled model needs PyTorch 2.6 or later here, or the uncompiled model")
-        yield
-        return
-    with stance("force_eager"):
-        yield
-
-
-def _processors(model: nn.Module) -> str:
-    found = Counter(type(m.processor).__name__ for m in model.modules() if hasattr(m, "processor"))
-    return ", ".join(f"{n} {name}" for name, n in found.most_common()) or "no attention layer with a processor"
-
-
-def _some(names: list[str], shown: int = 4) -> str:
-    return ", ".join(names[:shown]) + (f" and {len(names) - shown} more" if len(names) > shown else "")

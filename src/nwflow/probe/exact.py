@@ -22,8 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from nwflow.attention import nw_weights
-from nwflow.probe.diffusers import AdapterProbe, eager, find_model
+from nwflow.probe.diffusers import AdapterProbe
 from nwflow.probe.families import Running, family_of, region_of
+from nwflow.probe.found import eager, find_model
 
 __all__ = ["exact_adapter", "layer_features"]
 
@@ -185,10 +186,8 @@ class _Exact:
         s = self.features[call.name].to(x)[None]
         out = strength * (nw_weights(x, s, self._h(call.name, None)).to(s.dtype) @ s)
         branches = self.probe._branches(call.rows)
-        if "uncond" in branches:
-            out = out.clone()
-            out.chunk(len(branches))[branches.index("uncond")].zero_()
-        return out
+        given = torch.tensor([float(name != "uncond") for name in branches], dtype=out.dtype, device=out.device)
+        return out * given.repeat_interleave(call.rows // len(branches))[:, None, None]
 
     def _learned_space(self, call: Running) -> Tensor | None:
         states = _image_states(call)

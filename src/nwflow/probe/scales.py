@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nwflow.probe.diffusers import find_model
 from nwflow.probe.families import family_of
+from nwflow.probe.found import find_model
 
 __all__ = ["Scales", "check_scale", "set_scale"]
 
