@@ -82,6 +82,7 @@ def recognise(state: Mapping[str, Any]) -> Adapter:
     Raises:
         ValueError: keys that are of no known adapter; the message lists the keys seen.
 
+    >>> import torch
     >>> recognise({"image_proj.proj.weight": torch.zeros(24, 16), "image_proj.norm.weight": torch.zeros(6)}).name
     'base'
     """
