@@ -19,7 +19,8 @@ import nwflow
 from nwflow.cli import main
 from nwflow.probe import Call, ProbeResult, measure, record
 from nwflow.probe.meaning import Tally
-from nwflow.probe.weights import attention_weights
+from nwflow.probe.statistics import nulls
+from nwflow.probe.weights import attention_weights, weigh
 from nwflow.report import render_probe, write_probe_report
 
 
@@ -241,6 +242,17 @@ def test_unrelated_weights_stay_within_their_null() -> None:
         (h,) = measure([fake], seed=seed)
         inside += h.p_value > 0.05  # type: ignore[operator]
     assert inside >= 15, "5 % of 20 exceed the 95 % quantile by chance: more than 5 of them would not be chance"
+
+
+def test_normal_limit_of_the_null_has_the_variance_of_permutations(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k = drawn(1, 1, 5, 6, dtype=torch.float64), drawn(1, 1, 80, 6, seed=1, dtype=torch.float64)
+    weights = weigh([(Call("layer", q, k), 0)])
+    limit = nulls(weights, 400, 0)
+    monkeypatch.setattr("nwflow.probe.statistics.MANY", 100)
+    sampled = nulls(weights, 4000, 0)
+    assert float(limit["spearman_draws"].std()) == pytest.approx(float(sampled["spearman_draws"].std()), rel=0.05)
+    assert float(limit["spearman_null"]) == pytest.approx(float(sampled["spearman_null"]), rel=0.1)
+    assert float(limit["pearson_null"]) == pytest.approx(float(sampled["pearson_null"]), rel=0.2)  # heavier tails
 
 
 def test_schedule_bandwidth_in_feature_space_is_the_exact_posterior() -> None:

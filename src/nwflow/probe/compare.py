@@ -25,7 +25,8 @@ from nwflow.probe.weights import Block, Weights, weigh, working_dtype
 __all__ = ["MANY", "measure"]
 
 BLOCK = 2**20  # weights that are worked on at once
-SUBSET = 2**18  # weights on which permutations and the search for a bandwidth are run
+SUBSET = 2**16  # weights on which permutations and the search for a bandwidth are run, at least 2 queries
+CHECKED = 128  # queries of a head whose output is checked
 MANY = 16  # with more keys than this, and no references named, what single keys do is not listed
 
 
@@ -95,11 +96,11 @@ def _columns(block: Block, draws: int, seed: int) -> list[dict[str, Any]]:
     for start in range(0, n, step):
         rows = slice(start, start + step)
         w = weigh(block, rows)
-        part = {**row_sums(w), "reproduction_error": _output_error(block, rows, w)}
+        part = {**row_sums(w), "reproduction_error": _output_error(block, rows, w, math.ceil(n / CHECKED))}
         for name, value in part.items():
             join = torch.fmax if name.endswith("_error") else torch.add
             sums[name] = value if name not in sums else join(sums[name], value)
-    stride = max(1, min(math.ceil(n * row / SUBSET), n // 8))
+    stride = max(1, min(math.ceil(n * row / SUBSET), n // 2))
     some = weigh(block, slice(0, n, stride)) if stride > 1 or step < n else w
     columns = {**means(sums), **nulls(some, draws, seed), **best_bandwidth(some)}
     columns["reproduction_error"] = sums["reproduction_error"]
@@ -132,17 +133,18 @@ def _listens(call: Call, masses: list[float]) -> tuple[float, ...]:
     return tuple(found)
 
 
-def _output_error(block: Block, rows: slice, w: Weights) -> Tensor:
+def _output_error(block: Block, rows: slice, w: Weights, stride: int) -> Tensor:
     """max |a v - output| over max |v|, of each head; NaN where there is nothing to check."""
     calls = [c for c, _ in block]
     if any(c.v is None or c.output is None or c.dropout for c in calls):
         return torch.full((len(block),), torch.nan, dtype=w.log_a.dtype, device=w.log_a.device)
     dtype = working_dtype(calls[0].q)
     v = torch.stack([c.v[:, h] for c, h in block]).to(dtype)  # type: ignore[index]
-    output = torch.stack([c.output[:, h, rows] for c, h in block]).to(dtype)  # type: ignore[index]
+    output = torch.stack([c.output[:, h, rows][:, ::stride] for c, h in block]).to(dtype)  # type: ignore[index]
     factor = torch.tensor([c.output_scale for c in calls], dtype=dtype, device=v.device)[:, None, None, None]
-    error = (w.joint.exp() @ v * factor - output).abs()
-    error = torch.where(output.isnan() & (w.joint == -torch.inf).all(-1, keepdim=True), 0.0, error)  # no key: no output
+    joint = w.joint[:, :, ::stride]
+    error = (joint.exp() @ v * factor - output).abs()
+    error = torch.where(output.isnan() & (joint == -torch.inf).all(-1, keepdim=True), 0.0, error)  # no key: no output
     size = (v.abs().amax((1, 2, 3)) * factor[:, 0, 0, 0].abs()).clamp(min=1e-30)
     return error.amax((1, 2, 3)) / size
 

@@ -22,11 +22,12 @@ from torch import Tensor
 from nwflow.probe.call import Call
 from nwflow.probe.compare import MANY
 from nwflow.probe.result import LayerResult, Map
-from nwflow.probe.weights import Weights, weigh
+from nwflow.probe.weights import Weights, attention_weights, weigh
 
 __all__ = ["IGNORED", "Tally"]
 
 IGNORED = 1e-3  # of the output's size: a reference that never moves the output by more is ignored
+MEASURED = 128  # queries of a call at which references are left out
 BINS = 1024  # of the histogram of log n_eff
 
 
@@ -43,6 +44,7 @@ class Tally:
     names: tuple[str, ...]
     rows: float = 0.0
     size: float = 0.0
+    measured: float = 0.0
     steps: set[int] = field(default_factory=set)
     listens: Tensor | None = None
     moved: Tensor | None = None
@@ -68,25 +70,28 @@ class Tally:
         if not picked:
             return
         self.steps.add(call.step or 0)
-        w = weigh([(call, h) for h in picked])
-        a = w.log_a.exp() * w.some[..., None]
-        self._count(a, w)
         groups = _groups(call)
         if groups is None:
+            a = attention_weights(call)[:, picked]
+            self._count(a, ~a.isnan().any(-1))
             return
+        w = weigh([(call, h) for h in picked])
+        a = w.log_a.exp() * w.some[..., None]
+        self._count(a, w.some)
         group = torch.tensor(groups, device=a.device)
         shares = a.new_zeros(*a.shape[:-1], len(self.names)).index_add_(-1, group, a)
         total = shares.sum((0, 1, 2)).cpu()
         self.listens = total if self.listens is None else self.listens + total
         self._draw(call, shares)
         if call.v is not None and len(self.names) > 1:
-            self._leave_out(call, w, a, group, picked)
+            rows = slice(0, call.q.shape[2], max(1, math.ceil(call.q.shape[2] * call.q.shape[0] / MEASURED)))
+            self._leave_out(call, weigh([(call, h) for h in picked], rows), group, picked)
 
-    def _count(self, a: Tensor, w: Weights) -> None:
-        n_eff = a.square().sum(-1)[w.some].reciprocal()
+    def _count(self, a: Tensor, some: Tensor) -> None:
+        n_eff = a.square().sum(-1)[some].reciprocal()
         place = (n_eff.log() / math.log(max(2, self.n_keys)) * BINS).long().clamp(0, BINS - 1)
         self.histogram += torch.bincount(place.flatten(), minlength=BINS).cpu()
-        self.rows += float(w.some.sum())
+        self.rows += float(some.sum())
 
     def _draw(self, call: Call, shares: Tensor) -> None:
         """Add to the map of every reference, over the queries of the whole layer."""
@@ -101,13 +106,14 @@ class Tally:
         self.maps.index_add_(0, rows, shares.mean((0, 1)).float().cpu())
         self.seen.index_add_(0, rows, torch.ones(len(rows)))
 
-    def _leave_out(self, call: Call, w: Weights, a: Tensor, group: Tensor, picked: list[int]) -> None:
+    def _leave_out(self, call: Call, w: Weights, group: Tensor, picked: list[int]) -> None:
         assert call.v is not None
-        v = call.v[:, picked].transpose(0, 1).to(a.dtype)
+        v = call.v[:, picked].transpose(0, 1).to(w.log_a.dtype)
         if call.references is not None:
             v = v[..., [j for j, r in enumerate(call.references) if r >= 0], :]
         v = v * call.output_scale
-        o = a @ v
+        o = (w.log_a.exp() * w.some[..., None]) @ v
+        self.measured += float(w.some[0].sum())
         lengths = [_difference(w, v, o, group == r) for r in range(len(self.names))]
         moved = torch.stack(lengths, -1)  # (B, n, R)
         total, most = moved.sum((0, 1)).cpu(), moved.amax((0, 1)).cpu()
@@ -117,8 +123,7 @@ class Tally:
 
     def result(self) -> LayerResult:
         """What was found."""
-        heads = max(1, self.n_heads)
-        size = math.sqrt(self.size / max(1.0, self.rows / heads))
+        size = math.sqrt(self.size / max(1.0, self.measured))
         known = self.moved is not None and self.most is not None
         ignored = tuple((self.most <= IGNORED * size).nonzero().flatten().tolist()) if known else ()  # type: ignore[operator]
         n_eff = (self._quantile(0.5), self._quantile(0.1), self._quantile(0.9))
@@ -132,7 +137,7 @@ class Tally:
             steps=tuple(sorted(self.steps)),
             references=self.names,
             listens=() if self.listens is None else tuple((self.listens / max(1.0, self.rows)).tolist()),
-            influence=tuple((self.moved / (self.rows / heads)).tolist()) if known else None,  # type: ignore[operator]
+            influence=tuple((self.moved / self.measured).tolist()) if known else None,  # type: ignore[operator]
             output_size=size if known else None,
             ignored=ignored,
             n_eff=n_eff,

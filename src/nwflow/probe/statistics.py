@@ -18,6 +18,7 @@ from nwflow.probe.weights import Weights
 
 __all__ = ["best_bandwidth", "means", "nulls", "row_sums"]
 
+MANY = 64  # keys from which the null is its normal limit
 REACH = 100.0  # the best bandwidth is searched within this factor
 TINY = 1e-24
 AVERAGED = (
@@ -140,6 +141,7 @@ def _spearman(ra: Tensor, rb: Tensor) -> tuple[Tensor, Tensor]:
 def nulls(w: Weights, draws: int, seed: int) -> dict[str, Any]:
     """Spearman and Pearson with the keys of the kernel's weights permuted, the same permutation for every row.
 
+    For more than ``MANY`` keys without a mask, the quantiles of its normal limit take the place of draws.
     Rows share what makes a key popular, so that permuting each row alone would call chance too small. Fields are 95 %
     quantiles, and ``spearman_draws`` ``(H, draws)`` with ``observed_spearman`` on the same rows for the p-value.
     """
@@ -176,20 +178,27 @@ def row_moments(a: Tensor, b: Tensor, inside: Tensor) -> tuple[Tensor, Tensor, T
 def _permuted(a: Tensor, b: Tensor, order: Tensor, valid: Tensor | None) -> Tensor:
     """Sums of a_j b_perm(j) over rows and keys for every permutation, ``(H, draws)``; keys stay among valid ones."""
     m = a.shape[-1]
-    if valid is None and m <= 64:
+    if valid is None and m > MANY:
+        return _normal(a.flatten(1, 2), b.flatten(1, 2), len(order))
+    if valid is None:
         product = torch.einsum("hbnj,hbnl->hjl", a, b)
         index = order.argsort(-1)
         return torch.stack([product[:, torch.arange(m, device=a.device), p].sum(-1) for p in index], -1)
     found = []
-    base = None if valid is None else (~valid).to(torch.int8).argsort(dim=-1, stable=True)
+    base = (~valid).to(torch.int8).argsort(dim=-1, stable=True)
     for u in order:
-        if valid is None or base is None:
-            moved = b.index_select(-1, u.argsort())
-        else:
-            other = (u.expand_as(b) + 2.0 * (~valid)).argsort(-1)
-            moved = torch.gather(b, -1, torch.empty_like(base).scatter(-1, base, other))
+        other = (u.expand_as(b) + 2.0 * (~valid)).argsort(-1)
+        moved = torch.gather(b, -1, torch.empty_like(base).scatter(-1, base, other))
         found.append((a * moved).sum((1, 2, 3)))
     return torch.stack(found, -1)
+
+
+def _normal(a: Tensor, b: Tensor, draws: int) -> Tensor:
+    """Quantiles of the limit for many keys: normal, mean 0, the exact variance |sum_r a_r b_r^T|^2 / (m - 1) over all
+    permutations of rows that sum to 0 (Hoeffding 1951)."""
+    variance = ((a @ a.mT) * (b @ b.mT)).sum((1, 2)) / (a.shape[-1] - 1)
+    p = (torch.arange(draws, dtype=a.dtype, device=a.device) + 0.5) / draws
+    return variance.clamp(min=0.0).sqrt()[:, None] * torch.special.ndtri(p)
 
 
 def _quantile(values: Tensor) -> Tensor:

@@ -23,8 +23,9 @@ from nwflow.probe.weights import split_branches
 
 __all__ = ["Options", "Store"]
 
-AUTO = 2**14  # weights of a head that a call contributes
-FEWEST = 16  # queries, whatever the number of keys
+AUTO = 2**13  # weights of a head that a call contributes
+MOST = 512  # queries, unless they are all drawn on a grid
+FEWEST = 8  # queries, whatever the number of keys
 BUFFER = 2**28  # bytes that wait to be measured
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
@@ -60,7 +61,8 @@ class Options:
         """How many of n queries over m keys are kept."""
         if self.queries == "all":
             return n
-        return min(n, max(FEWEST, AUTO // m) if self.queries == "auto" else int(self.queries))
+        most = n if self.grid is not None and self.grid[0] * self.grid[1] == n else MOST
+        return min(n, max(FEWEST, min(most, AUTO // m)) if self.queries == "auto" else int(self.queries))
 
     def described(self, call: Call) -> Call:
         """The record with references, grid and branches where they fit and it has none."""
