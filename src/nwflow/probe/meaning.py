@@ -27,7 +27,7 @@ from nwflow.probe.weights import Weights, attention_weights, weigh
 __all__ = ["IGNORED", "Tally"]
 
 IGNORED = 1e-3  # of the output's size: a reference that never moves the output by more is ignored
-MEASURED = 128  # queries of a call at which references are left out
+MEASURED = 64  # queries of a call at which references are left out
 BINS = 1024  # of the histogram of log n_eff
 
 

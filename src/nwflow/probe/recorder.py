@@ -69,7 +69,7 @@ def record(
         limit: bytes that may be held. Beyond it recorded queries are halved, by ``seed``, and at last tensors are
             replaced by their numbers; the result says so.
         queries: how many queries of a call to keep: a number, ``"all"``, or ``"auto"``, as many as make 8,192 weights
-            a head, at least 8, at most 512 without a ``grid``. They are drawn by ``seed``, the same at every step.
+            a head, at least 8, at most 256 without a ``grid``. They are drawn by ``seed``, the same at every step.
         branches: names of equal consecutive parts of the batch, ``("uncond", "cond")`` under guidance. They are
             measured apart; :meth:`Recorder.compare` reports the last unless told.
         references: for every key of a layer that has as many keys, its reference, -1 for none. names: of references.

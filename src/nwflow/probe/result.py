@@ -112,7 +112,7 @@ class LayerResult:
     ``listens``: mean weight of each reference (they sum to 1); ``influence``: mean length by which the attention output
     (all heads) moves when that reference is left out and the others are renormalised, beside the output's own root mean
     square length ``output_size``; ``ignored``: references that move it by less than a thousandth of that at every
-    step, at up to 128 queries each. ``n_eff``: (median, 10 %, 90 %) of the number of keys in use, over heads, queries
+    step, at up to 64 queries each. ``n_eff``: (median, 10 %, 90 %) of the number of keys in use, over heads, queries
     and steps, within 1 %; ``verdict``: ``collapse`` (the median below 2 of at least 4 keys), ``uniform`` (above 95 % of
     the keys), ``selective`` or ``few`` (fewer than 4 keys), in one sentence ``text``.
     """

@@ -24,7 +24,7 @@ from nwflow.probe.weights import split_branches
 __all__ = ["Options", "Store"]
 
 AUTO = 2**13  # weights of a head that a call contributes
-MOST = 512  # queries, unless they are all drawn on a grid
+MOST = 256  # queries, unless they are all drawn on a grid
 FEWEST = 8  # queries, whatever the number of keys
 BUFFER = 2**28  # bytes that wait to be measured
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
