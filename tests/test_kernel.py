@@ -178,7 +178,7 @@ ROUTES = {
     "small": (0.5, 1e-5, {}, "_dense"),
     "small by differences": (0.02, 1e-14, {}, "_direct_all"),
     "float32": (3.0, 1e-3, {"SMALL": 0}, "stream"),
-    "short list": (0.02, 1e-5, {"SMALL": 0, "SHORT": 1}, "_rescored"),
+    "short list": (0.02, 1e-5, {"SMALL": 0, "SHORT": 1}, "rescored"),
     "product": (0.5, 1e-5, {"SMALL": 0}, "_product"),
     "product in float64": (0.01, 1e-5, {"SMALL": 0}, "_product"),  # top > 1 leaves no short lists
     "differences": (0.3, 1e-14, {"SMALL": 0}, "_differences"),

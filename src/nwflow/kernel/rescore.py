@@ -90,7 +90,7 @@ def _solved(y: Tensor, b: Tensor, keys: Keys, want: Want, tol: float | None) -> 
     for i in range(0, max(1, y.shape[-2]), QUERY_BLOCK):
         rows = slice(i, i + QUERY_BLOCK)
         blocks.append(_routed(y[rows], b if b.shape[0] == 1 else b[rows], keys, want, tol))
-    return blocks[0] if len(blocks) == 1 else _assemble(blocks, None)
+    return blocks[0] if len(blocks) == 1 else assemble(blocks, None)
 
 
 def _padded(p: Moments, k: int) -> Moments:
@@ -153,7 +153,7 @@ def one_by_one(y: Tensor, b: Tensor, keys: Keys, solve: Callable[[Tensor, Tensor
             slots = keys.valid[i].nonzero().squeeze(-1)
             p = replace(p, index=torch.where(p.index < 0, -1, slots[p.index]))
         parts.append(p)
-    return _assemble(parts, None, stack=True)
+    return assemble(parts, None, stack=True)
 
 
 def _routed(y: Tensor, b: Tensor, keys: Keys, want: Want, tol: float) -> Moments:
@@ -181,7 +181,7 @@ def _routed(y: Tensor, b: Tensor, keys: Keys, want: Want, tol: float) -> Moments
             long = torch.cat([long, rows[found.overflow]]).sort().values  # _take knows ascending rows only
             rows = rows[~found.overflow]
             if rows.numel():
-                groups.append((rows, _rescored(*_take(y, b, rows), keys, want, found, tol)))
+                groups.append((rows, rescored(*_take(y, b, rows), keys, want, found, tol)))
         size = bound64.estimate.expand(n)[long]
         hard = (size > tol) & torch.isfinite(size)  # what is not a number stays so at once
         for part, route in ((long[~hard], _product), (long[hard], _differences)):
@@ -191,7 +191,7 @@ def _routed(y: Tensor, b: Tensor, keys: Keys, want: Want, tol: float) -> Moments
         order = groups[0][0]
         if order.numel() < 2 or bool((order[1:] > order[:-1]).all()):
             return groups[0][1]
-    return _assemble([g for _, g in groups], torch.cat([r for r, _ in groups]))
+    return assemble([g for _, g in groups], torch.cat([r for r, _ in groups]))
 
 
 def _rest(want: Want, tol: float) -> float:
@@ -207,7 +207,7 @@ def _rows(bound: ErrorBound, rows: Tensor) -> ErrorBound:
     return ErrorBound(*(v if v.numel() == 1 else v[rows] for v in (bound.estimate, bound.proven)))
 
 
-def _assemble(parts: list[Moments], order: Tensor | None, stack: bool = False) -> Moments:
+def assemble(parts: list[Moments], order: Tensor | None, stack: bool = False) -> Moments:
     """Concatenate (or stack tasks of) moments and undo the grouping by ``order``."""
     k = max([0] + [p.weights.shape[-1] for p in parts if p.weights is not None])
     parts, out = [_padded(p, k) for p in parts], {}
@@ -325,7 +325,7 @@ def _listed(y: Tensor, b: Tensor, z: Tensor, anchor: Tensor, log_prior: Tensor, 
     ), error  # fmt: skip
 
 
-def _rescored(y: Tensor, b: Tensor, keys: Keys, want: Want, found: Shortlist, tol: float) -> Moments:
+def rescored(y: Tensor, b: Tensor, keys: Keys, want: Want, found: Shortlist, tol: float) -> Moments:
     """Exact moments over the lists of :func:`shortlist`, blocks of queries of similar length at a time."""
     # rows that overflowed are gone from y and from the lists alike
     length = found.real.sum(-1)
@@ -345,7 +345,7 @@ def _rescored(y: Tensor, b: Tensor, keys: Keys, want: Want, found: Shortlist, to
             replace(finish(sums), error=error + _rest(want, tol), proven=torch.ones_like(error, dtype=torch.bool))
         )
         i = j
-    return _assemble(parts, order)
+    return assemble(parts, order)
 
 
 def _product(y: Tensor, b: Tensor, keys: Keys, want: Want, tol: float) -> Moments:
@@ -369,7 +369,7 @@ def _differences(y: Tensor, b: Tensor, keys: Keys, want: Want, tol: float) -> Mo
         _direct_all(y[i : i + 1], b if b.shape[0] == 1 else b[i : i + 1], keys, want, found.index[i][found.real[i]])
         for i in range(y.shape[0])
     ]
-    moments = _assemble(parts, None)
+    moments = assemble(parts, None)
     assert moments.error is not None
     return replace(moments, error=moments.error + _rest(want, tol))
 
