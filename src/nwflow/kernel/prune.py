@@ -278,12 +278,13 @@ def _block(y: Tensor, b: Tensor, keys: Keys, leads: Leading, want: Want, tol: fl
 
 def _floor(y: Tensor, b: Tensor, keys: Keys, anchor: Anchor | None, best: Tensor | None) -> tuple[Tensor, Tensor]:
     """The largest logit among some candidates, and which of them has it; up to rounding in the working dtype."""
-    if anchor is None and best is None:
+    given = [v for v in (best, None if anchor is None else anchor.best) if v is not None]
+    if not given:
         index = torch.arange(0, keys.m, max(1, keys.m // PROBE), device=y.device)
         lg = logits(y, b, keys.gather(index), keys.square[index], keys.log_prior[index])
         value, place = lg.max(-1)
         return value, index[place]
-    index = torch.stack([v for v in (best, anchor and anchor.best) if v is not None], 1)
+    index = torch.stack(given, 1)
     value, place = _candidates(y, b, keys, index).max(-1)
     return value, index.gather(1, place[:, None]).squeeze(1)
 
