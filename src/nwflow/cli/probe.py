@@ -2,7 +2,8 @@ r"""``nwflow probe``: record the attention of a model and say how close each hea
 
 The model comes from Python code of the caller's own: ``--module pkg:factory`` names a function without arguments that
 returns ``(model, inputs)``, inputs being a tuple for ``model(*inputs)``, a mapping for ``model(**inputs)``, or a
-function that runs it. Times are those of the model's calls, t = 0 noise to t = 1 data where it says them.
+function that runs it. Or it is a diffusers pipeline with an IP-Adapter, ``--pipeline``, from local files. Times are
+those of the model's calls, t = 0 noise to t = 1 data where it says them.
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ from torch import nn
 
 from nwflow.cli.files import output_folder, write_text
 from nwflow.cli.options import Flag, Talk, optional, say
+from nwflow.cli.probe_pipeline import PipelineOptions, probe_pipeline
 from nwflow.probe import ProbeResult, record
 
 EXAMPLES = """Record the attention of a running model and compare every head with kernel smoothing.
 
 examples:
   nwflow probe --module my_models:tiny --out probe
+  nwflow probe --pipeline sd15/ --ip-adapter ip-adapter.safetensors --image a.png b.png --prompt "a cat" --out probe
   nwflow probe --module my_models:tiny --layers "*attn2" --branches uncond cond --references 0 0 1 1
 """
 FILES = ("report.html", "result.json")
@@ -38,6 +41,7 @@ class Probe:
     """The command; ``run`` records, writes ``report.html`` and ``result.json``, and prints a table."""
 
     talk: Talk
+    diffusers: PipelineOptions
     module: Annotated[str | None, optional("PKG:FACTORY")] = None
     """A function that returns (model, inputs) or (model, function that runs it)."""
     out: Annotated[str | None, optional("FOLDER")] = None
@@ -66,15 +70,25 @@ class Probe:
     """Print the result as JSON."""
 
     def run(self, command: Sequence[str], console: Console) -> None:
-        if not self.module:
-            raise ValueError("--module: expected PKG:FACTORY, a function that returns (model, inputs)")
+        with_pipeline = self.diffusers.pipeline is not None
+        if with_pipeline == bool(self.module):
+            raise ValueError(
+                "--module, --pipeline: expected one, PKG:FACTORY (a function that returns (model, inputs)) or the "
+                f"folder of a diffusers pipeline, got {'both' if with_pipeline else 'neither'}"
+            )
+        if not with_pipeline and (extra := self.diffusers.given()):
+            raise ValueError(f"{extra[0]}: has a meaning with --pipeline only")
         options = self._options()
         folder = Path(self.out or "probe").expanduser()
         with output_folder(folder, FILES, self.force) as (page, record_file):
-            model, run = load_factory(self.module)
-            with torch.no_grad(), record(model, **options) as recorder:
-                run()
-            result = recorder.compare()
+            if with_pipeline:
+                result = probe_pipeline(self.diffusers, options)
+            else:
+                assert self.module is not None
+                model, run = load_factory(self.module)
+                with torch.no_grad(), record(model, **options) as recorder:
+                    run()
+                result = recorder.compare()
             write_probe(result, page, record_file, self.force)
         if self.json:
             console.file.write(result.to_json())
