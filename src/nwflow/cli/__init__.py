@@ -22,7 +22,7 @@ from rich.console import Console
 from tyro.conf import OmitArgPrefixes, subcommand
 
 import nwflow
-from nwflow.cli import demo, describe, diagnose, probe, sample
+from nwflow.cli import demo, describe, diagnose, evaluate, probe, sample, train
 
 __all__ = ["main"]
 
@@ -42,6 +42,10 @@ _OPTIONS = {
     r"\bx0=": "--x0",
     r"^(n|steps|seed|eta|grid|pool): ": r"--\1: ",
     r"^stop_at: ": "--stop-at: ",
+    r"resume=True \(--resume\)": "--resume",
+    r"tensorboard=False \(--no-tensorboard\)": "--no-tensorboard",
+    r"^(tasks|dim|support|targets|batch|budget|width|heads|layers|lr|samples|baseline|parameters|path): ": r"--\1: ",
+    r"^leave_out: ": "--leave-out: ",
     r"^h0: ": "--smoothing: ",
     r"^held_out: ": "--held-out: ",
     r"^given: this support has no labels$": "--given: these references have no labels; --label NAME says where",
@@ -83,6 +87,8 @@ def _parse(argv: Sequence[str]) -> Any:
         | Annotated[describe.Describe, subcommand("describe", description=describe.EXAMPLES)]
         | Annotated[diagnose.Diagnose, subcommand("diagnose", description=diagnose.EXAMPLES)]
         | Annotated[probe.Probe, subcommand("probe", description=probe.EXAMPLES)]
+        | Annotated[train.Train, subcommand("train", description=train.EXAMPLES)]
+        | Annotated[evaluate.Evaluate, subcommand("evaluate", description=evaluate.EXAMPLES)]
         | Annotated[demo.Demo, subcommand("demo", description=demo.EXAMPLES)]
     )
     try:
@@ -107,7 +113,9 @@ def _parse_error(box: str, argv: Sequence[str]) -> str:
     first = re.sub(r"^Error parsing (\S+): ", r"\1: ", first)
     if near := re.search(r"Perhaps you meant: (?:-\w \S+, )?(--[\w-]+)", " ".join(lines)):
         first += f"; did you mean {near[1]}?"
-    command = next((a for a in argv[:1] if a in ("sample", "describe", "diagnose", "probe", "demo")), "")
+    command = next(
+        (a for a in argv[:1] if a in ("sample", "describe", "diagnose", "probe", "train", "evaluate", "demo")), ""
+    )
     return f"{first[:1].lower()}{first[1:]} (see nwflow {command + ' ' if command else ''}--help)"
 
 

@@ -29,6 +29,7 @@ from nwflow.cli.options import FieldOptions, Flag, Source, Talk, load_queries, o
 from nwflow.cli.remedy import RemedyOptions, progress_bars
 from nwflow.data import save_points
 from nwflow.data.files import NORMALIZED
+from nwflow.field import NWField
 from nwflow.sample import guide, sample
 from nwflow.support import Support
 
@@ -40,6 +41,7 @@ examples:
   nwflow sample features.parquet --label class --smoothing 0.1
   nwflow sample digits --given 3 --n 16 --remedy auto
   nwflow sample photos/ --size 64 --n 9 --out photos.npz
+  nwflow sample points.npy --model run
 """
 _SHOWN = 8  # rows of the table that are printed
 _UNITS = 24  # samples in the picture of attribution
@@ -116,6 +118,19 @@ class Output:
         return self.path.with_suffix(".png"), self.path.with_suffix(".attribution.png")
 
 
+class LearnedField:
+    """The field of a trained network, with the exact field's weights at its states as attribution."""
+
+    def __init__(self, model: str, support: Support, exact: Any) -> None:
+        from nwflow.models import ICFMField
+        from nwflow.train import load_model
+
+        learned = ICFMField(load_model(model, support.device), support)
+        self.event_shape, self.path, self.support = learned.event_shape, learned.path, learned.support
+        self.prior, self.denoise, self.length_scales = learned.prior, learned.denoise, learned.length_scales
+        self.attribute, self.n_eff = exact.attribute, exact.n_eff
+
+
 @dataclass(frozen=True)
 class Sample:
     """The command; ``run`` writes the files and prints the table."""
@@ -126,6 +141,8 @@ class Sample:
     remedy: RemedyOptions
     output: Output
     talk: Talk
+    model: Annotated[str | None, optional("CHECKPOINT")] = None
+    """Sample the field of this trained network (a folder of nwflow train) in place of the exact one."""
 
     def run(self, command: Sequence[str], console: Console) -> None:
         """Check what can be checked, compute, write, say."""
@@ -134,6 +151,7 @@ class Sample:
         if self.output.top < 1:
             raise ValueError(f"--top: expected at least 1, got {self.output.top}")
         self.remedy.check(self.field, self.sampler.guidance)
+        self._check_model()
         grid, steps = self.sampler.grid_and_steps()
         pool = self.source.load()
         support = self.source.chosen(pool)
@@ -157,8 +175,26 @@ class Sample:
             say(console, f"pictures show {brush.low:g} to {brush.high:g}; {100 * share:.2g}% of the pixels lie beyond")
         say(console, f"wrote {', '.join(map(str, written))}")
 
+    def _check_model(self) -> None:
+        """Refuse what has no meaning for a trained network: its path is its own, and so is its smoothing."""
+        if self.model is None:
+            return
+        usual = FieldOptions(device=self.field.device, dtype=self.field.dtype, accuracy=self.field.accuracy)
+        if self.field != usual or self.remedy.remedy is not None or self.sampler.guidance is not None:
+            raise ValueError(
+                "--model: expected no path, smoothing, metric, remedy or guidance beside it: it has its own"
+            )
+
     def _field(self, pool: Support, support: Support, remedy: Any) -> tuple[Any, Any]:
         """The field to sample, and the one that samples are attributed to."""
+        if self.model is not None:
+            placed = self.field.place(support)
+            exact = self.field.build(pool, support)
+            learned = LearnedField(self.model, placed, exact)
+            if learned.path != exact.path:
+                exact = NWField(placed, learned.path, accuracy=self.field.accuracy)
+                learned = LearnedField(self.model, placed, exact)
+            return learned, exact
         if remedy is not None:
             support = self.field.place(support)
             target = remedy.field(support, self.field.build_path(), self.field.accuracy).to(support.device)
@@ -206,6 +242,7 @@ class Sample:
         )
         record |= {
             "path": repr(target.path),
+            "model": self.model,
             "grid": options["times"] or options["grid"] or "log_bandwidth",
             "n": len(points),
             "references": target.support.n_used,
@@ -258,7 +295,11 @@ class Sample:
             reach = f"t = {samples.times[0]:g} to {samples.times[-1]:g}"
             work = f"{samples.evaluations} evaluations a sample by {samples.method}"
             say(console, f"{work}, {reach}, accuracy {self.field.accuracy}, {seconds:.1f} s")
-        say(console, "Which references made each sample:")
+        made_by = "Which references made each sample:"
+        learned = (
+            f"Samples of the network {self.model}; the references that the exact field weighs most where each ended:"
+        )
+        say(console, made_by if self.model is None else learned)
         console.print(attribution.table(made if verbose else made[:_SHOWN]))
         if n > _SHOWN and not verbose:
             say(console, f"... and {n - _SHOWN} more in {self.output.tables[0]}")

@@ -3,7 +3,7 @@
 Needs the extra ``train``: ``pip install 'nwflow[train]'``.
 """
 
-from nwflow.train.checkpoints import find_checkpoint, load_model
+from nwflow.train.checkpoints import find_checkpoint, load_model, read_config
 from nwflow.train.config import (
     CheckOptions,
     NetworkOptions,
@@ -32,6 +32,7 @@ __all__ = [
     "denoising_errors",
     "find_checkpoint",
     "load_model",
+    "read_config",
     "read_log",
     "train",
 ]

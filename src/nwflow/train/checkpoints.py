@@ -28,6 +28,7 @@ from torch import Tensor
 
 from nwflow.data import MissingDataError
 from nwflow.models import ICFM, ModelConfig
+from nwflow.train.config import TrainConfig
 
 FOLDER, MODEL, STATE = "checkpoints", "model.safetensors", "state.safetensors"
 PARAMETER = "parameter."
@@ -110,6 +111,13 @@ def find_checkpoint(path: str | Path) -> Path:
     last = found[max(found)]
     chosen = json.loads((last / "state.json").read_text(encoding="utf-8")).get("chosen_step")
     return found.get(chosen, last)
+
+
+def read_config(path: str | Path) -> TrainConfig:
+    """The run that made the checkpoint at ``path`` (or the one of a run)."""
+    return TrainConfig.from_dict(
+        json.loads((find_checkpoint(path) / "config.json").read_text(encoding="utf-8"))["train"]
+    )
 
 
 def load_model(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from typing import Any, Literal, TypeVar, get_type_hints
 
 from nwflow.models import ModelConfig
@@ -240,6 +240,20 @@ class TrainConfig:
         for name, value in ((f.name, getattr(self, f.name)) for f in fields(self)):
             out |= {f.name: getattr(value, f.name) for f in fields(value)} if is_dataclass(value) else {name: value}
         return out
+
+    def changed(self, **settings: Any) -> TrainConfig:
+        """The same run with these settings, each by its own name, in place of its own."""
+        parts: dict[str, Any] = {}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            names = {g.name for g in fields(value)} if is_dataclass(value) else set()
+            parts[f.name] = (
+                replace(value, **{k: v for k, v in settings.items() if k in names}) if names
+                else settings.get(f.name, value)
+            )  # fmt: skip
+        if unknown := set(settings) - set(self.flat()):
+            raise ValueError(f"settings: expected names out of {', '.join(self.flat())}, got {', '.join(unknown)}")
+        return TrainConfig(**parts)
 
 
 def _from_dict(cls: type[C], values: dict[str, Any], where: str) -> C:
