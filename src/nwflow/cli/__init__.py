@@ -111,6 +111,7 @@ def _parse_error(box: str, argv: Sequence[str]) -> str:
         first = f"{match[1]}: expected {match[2]}, got {match[3]}"
     first = re.sub(r"^Missing from [^:]+: (\S+) .*", r"expected \1", first)
     first = re.sub(r"^Error parsing (\S+): ", r"\1: ", first)
+    first = re.sub(r"^__tyro-dummy-inner__\S*: (\w+):", lambda m: "--" + m[1].replace("_", "-") + ":", first)
     if near := re.search(r"Perhaps you meant: (?:-\w \S+, )?(--[\w-]+)", " ".join(lines)):
         first += f"; did you mean {near[1]}?"
     command = next(

@@ -270,9 +270,10 @@ def _block(y: Tensor, b: Tensor, keys: Keys, leads: Leading, want: Want, tol: fl
     row, col = (torch.cumsum(done, 0) - 1)[row[mine]], col[mine]
     more = replace(want, top=max(1, want.top), share=0.0)
     moments, scored = over_lists(y[rows], b[rows], keys, more, row, col, accuracy)
-    assert moments.error is not None and moments.index is not None
+    assert moments.error is not None and moments.index is not None and moments.lse is not None
     skipped = dropped[rows] * torch.exp(floor[rows] - moments.lse) * (1.0 + 4.0 * moments.error)
     moments = replace(moments, error=moments.error + skipped)
+    assert moments.index is not None
     return Truncated(rows, moments, skipped, above[rows], moments.index[:, 0], bounds.gap, scored, loose)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
-from typing import Any, Literal, TypeVar, get_type_hints
+from typing import Any, Literal, TypeVar, cast, get_type_hints
 
 from nwflow.models import ModelConfig
 from nwflow.tasks import Family, make_family, parse_sizes
@@ -248,7 +248,7 @@ class TrainConfig:
             value = getattr(self, f.name)
             names = {g.name for g in fields(value)} if is_dataclass(value) else set()
             parts[f.name] = (
-                replace(value, **{k: v for k, v in settings.items() if k in names}) if names
+                replace(cast(Any, value), **{k: v for k, v in settings.items() if k in names}) if names
                 else settings.get(f.name, value)
             )  # fmt: skip
         if unknown := set(settings) - set(self.flat()):

@@ -113,4 +113,6 @@ def progress_bar(total: float, done: float, shown: bool) -> Iterator[Bar]:
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=Console(stderr=True), refresh_per_second=2) as progress:
-        yield Bar(progress, progress.add_task("training", total=total, completed=done))
+        task = progress.add_task("training", total=total)
+        progress.update(task, completed=done)
+        yield Bar(progress, task)

@@ -184,7 +184,7 @@ class Clock:
         if accelerator.num_processes > 1:
             from accelerate.utils import broadcast
 
-            by_time = float(broadcast(torch.tensor(by_time, device=accelerator.device)))
+            by_time = float(torch.as_tensor(broadcast(torch.tensor(by_time, device=accelerator.device))))
         return max(by_step, by_time)
 
 

@@ -221,7 +221,8 @@ class _Run:
 
     def _result(self) -> TrainResult:
         found = {} if self.run is None else checkpoints.checkpoints(self.run)
-        chosen = self._chosen() if self._chosen() in found else self.trainer.step
+        best = self._chosen()
+        chosen = best if best is not None and best in found else self.trainer.step
         model = self.trainer.averaged()
         if chosen != self.trainer.step:
             model.load_state_dict(checkpoints.read_state(found[chosen])[0])

@@ -44,7 +44,7 @@ def average_decay(ema: float, step: int) -> float:
 def update_average(average: Sequence[Tensor], values: Sequence[Tensor], decay: float) -> None:
     """Move every average towards its value by ``1 - decay``, in place."""
     with torch.no_grad():
-        torch._foreach_lerp_(list(average), list(values), 1.0 - decay)
+        torch._foreach_lerp_(list(average), list(values), 1.0 - decay)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def draw_times(
