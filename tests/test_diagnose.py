@@ -87,7 +87,8 @@ def test_blocks_of_times_change_nothing(monkeypatch):
     whole = denoise(x, t, 1 - t, s, torch.zeros(2, dtype=F64), None)
     monkeypatch.setattr("nwflow.diagnose.heldout.PAIRS", 100)
     parts = denoise(x, t, 1 - t, s, torch.zeros(2, dtype=F64), None)
-    assert torch.equal(whole.denoised, parts.denoised)
+    for name in ("denoised", "n_eff", "largest", "entropy"):  # a product of another batch may round differently
+        assert torch.allclose(getattr(whole, name), getattr(parts, name), rtol=1e-12, atol=1e-12)
 
 
 def test_expected_error_of_the_linear_denoiser_by_simulation():
