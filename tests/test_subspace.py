@@ -85,7 +85,8 @@ def test_one_group_of_all_columns_is_the_plain_field(path, smoothing, dtype, ran
     mine, theirs = field.attribute(x, 0.6, 3), plain.attribute(x, 0.6, 3)
     assert torch.equal(mine.indices, theirs.indices)
     close(mine.weights, theirs.weights, rtol=1e-6, atol=1e-7)  # a sum of float32 weights here, of float64 ones there
-    assert torch.equal(sample(field, 4, steps=12).points, sample(plain, 4, steps=12).points)
+    whole_way = sample(plain, 4, steps=12, certificate=False)  # groups certify nothing
+    assert torch.equal(sample(field, 4, steps=12).points, whole_way.points)
 
 
 @pytest.mark.parametrize("path", PATHS, ids=repr)
